@@ -1,0 +1,1 @@
+"""The block-diffusion drafter and its checkpoints."""

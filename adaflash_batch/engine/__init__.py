@@ -1,0 +1,1 @@
+"""The decoder: target model, KV pages, scheduler, sampling, acceptance."""

@@ -1,0 +1,69 @@
+"""Counters of speculation and the ratios made of them; the same for rows, shards and jobs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class SpeculationCounts:
+    """What speculation did. A step is one verification of one request (prefill is none).
+
+    Attributes:
+        steps: verifications, those with no draft token included.
+        drafted: tokens that a drafter proposed.
+        verified: draft tokens that entered the target.
+        accepted: draft tokens kept. The bonus token is not one, and nothing past the end of the
+            text counts, so accepted <= verified <= drafted.
+        accepted_hist: accepted_hist[a] = steps that accepted exactly a draft tokens.
+        drafter_first: version of the drafter that first drafted for this, None if none did.
+        drafter_last: the version that last did.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    verified: int = 0
+    accepted: int = 0
+    accepted_hist: list[int] = field(default_factory=list)
+    drafter_first: int | None = None
+    drafter_last: int | None = None
+
+    def record(self, drafted: int, verified: int, accepted: int) -> None:
+        """Count one step."""
+        self.steps += 1
+        self.drafted += drafted
+        self.verified += verified
+        self.accepted += accepted
+        missing = accepted + 1 - len(self.accepted_hist)
+        if missing > 0:
+            self.accepted_hist.extend([0] * missing)
+        self.accepted_hist[accepted] += 1
+
+    def add(self, other: SpeculationCounts) -> None:
+        """Add another's counts to these."""
+        self.steps += other.steps
+        self.drafted += other.drafted
+        self.verified += other.verified
+        self.accepted += other.accepted
+        missing = len(other.accepted_hist) - len(self.accepted_hist)
+        if missing > 0:
+            self.accepted_hist.extend([0] * missing)
+        for accepted, count in enumerate(other.accepted_hist):
+            self.accepted_hist[accepted] += count
+        if self.drafter_first is None:
+            self.drafter_first = other.drafter_first
+        if other.drafter_last is not None:
+            self.drafter_last = other.drafter_last
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted share of the verified draft tokens; None when none was verified.
+
+        It rises when the width shrinks: never quote it without `emitted_per_step`.
+        """
+        return self.accepted / self.verified if self.verified else None
+
+    @property
+    def emitted_per_step(self) -> float | None:
+        """Mean of accepted + 1 over the steps (tau); None before the first step."""
+        return (self.accepted + self.steps) / self.steps if self.steps else None

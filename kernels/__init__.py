@@ -1,0 +1,1 @@
+"""Device operations, each beside its PyTorch reference; installed as `adaflash_batch.kernels`."""
