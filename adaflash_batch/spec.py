@@ -1,0 +1,323 @@
+"""JobSpec: what a person types, as job file and flags. Frozen; unknown keys are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from adaflash_batch.errors import ConfigError
+from adaflash_batch.request import Sampling
+from adaflash_batch.spec_sources import GivenValues, check_column_fields, default_output
+
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+# Everything else changes texts, or which rows lie in which file: a new key is on the safe side.
+_CHANGES_NO_TEXT = frozenset(
+    {
+        "output.directory",
+        "engine.concurrency",
+        "engine.token_budget",
+        "engine.kv_memory",
+        "engine.threads",
+        "speculation.drafter",
+        "speculation.width",
+    }
+)
+_BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """Read `4GiB`, `512 MB` and the like; ValueError for anything else, or for no bytes at all."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B)", text.strip(), re.IGNORECASE)
+    factor = _BYTES.get(match[2].upper()) if match else None
+    if match is None or factor is None or (size := int(float(match[1]) * factor)) == 0:
+        raise ValueError("it should be a size with its unit, like 4GiB or 512MB")
+    return size
+
+
+def _as_tuple(value: object) -> object:
+    """One string stands for a list of one."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _none_if_off(value: object) -> object:
+    return None if value in ("none", "off") else value
+
+
+def _as_size(value: object) -> str:
+    parse_bytes(str(value))
+    return str(value)
+
+
+Name = Annotated[str, Field(min_length=1)]
+Names = Annotated[tuple[Name, ...], BeforeValidator(_as_tuple)]
+TokenIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_as_tuple)]
+# TOML and JSON know only text as keys.
+LogitBias = dict[
+    Annotated[int, Field(ge=0, strict=False)], Annotated[float, Field(allow_inf_nan=False)]
+]
+Count = Annotated[int, Field(ge=1)]
+Drafter = Annotated[Name | None, BeforeValidator(_none_if_off)]
+Size = Annotated[str, BeforeValidator(_as_size)]
+
+_SECTION = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class InputSection(BaseModel):
+    """Where the prompts are."""
+
+    model_config = _SECTION
+
+    paths: Names = ()
+    """Parquet files, directories, globs or URIs, relative to the current directory."""
+    prompt_column: Name | None = None
+    """Column that holds the prompt as text."""
+    messages_column: Name | None = None
+    """Column that holds the prompt as a list of {role, content}."""
+    id_column: Name | None = None
+    """Column that identifies a row for its random choices, instead of its position."""
+    columns: dict[Name, Name] = {}
+    """FIELD=COLUMN: take a sampling field from an input column; null is the job's value."""
+
+
+class PromptSection(BaseModel):
+    """How a prompt becomes tokens."""
+
+    model_config = _SECTION
+
+    system_prompt: str | None = None
+    """System message put before every prompt."""
+    chat_template: bool | None = None
+    """Whether prompts go through the model's chat template; on where the model has one."""
+    on_long_prompt: Literal["error", "truncate-left", "truncate-right"] = "error"
+    """What to do with a prompt that leaves no room for max_new_tokens."""
+    special_tokens: Literal["text", "parse"] = "text"
+    """Whether the text of a special token in a prompt stays text or becomes that token."""
+
+
+class OutputSection(BaseModel):
+    """Where the completions go."""
+
+    model_config = _SECTION
+
+    directory: Name
+    """Output directory; <first input>-completions in the current directory unless given."""
+    prefix: str = ""
+    """Put before the names of the columns that this program adds."""
+    chunk_rows: Count = 1000
+    """Rows of one output file."""
+
+
+class ModelSection(BaseModel):
+    """The model whose text it is."""
+
+    model_config = _SECTION
+
+    name: Name = DEFAULT_MODEL
+    """Model folder or hub id."""
+    revision: Name | None = None
+    """Branch, tag or commit of a hub model."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the model; auto is the checkpoint's own."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+
+
+class SamplingSection(BaseModel):
+    """How tokens are chosen; None is the model's generation config, else Sampling's default."""
+
+    model_config = _SECTION
+
+    temperature: float | None = None
+    """0 takes the most likely token."""
+    top_p: float | None = None
+    """Keep the smallest set of most likely tokens with this probability; 1 is off."""
+    top_k: int | None = None
+    """Keep this many most likely tokens; 0 is off."""
+    min_p: float | None = None
+    """Keep tokens at least this likely relative to the most likely one; 0 is off."""
+    repetition_penalty: float | None = None
+    """Divides the logits of tokens in the prompt or the text so far; 1 is off."""
+    presence_penalty: float | None = None
+    """Subtracted once from the logit of a token generated before."""
+    frequency_penalty: float | None = None
+    """Subtracted for each time that a token was generated before."""
+    min_new_tokens: int | None = None
+    """The text cannot end before this many tokens."""
+    max_new_tokens: int | None = None
+    """Tokens generated at the most."""
+    stop: Names | None = None
+    """String that ends the text and is cut from it."""
+    stop_token_ids: TokenIds | None = None
+    """Token id that ends the text, besides the model's own."""
+    ignore_eos: bool | None = None
+    """Go on past the model's own end-of-sequence tokens."""
+    seed: int | None = None
+    """With row, sample and position, the key of every random choice."""
+    n: int | None = None
+    """Completions per prompt."""
+    logit_bias: LogitBias | None = None
+    """Token id -> amount added to its logit."""
+
+    def over(self, defaults: Sampling) -> Sampling:
+        """Lay the values given here over `defaults`. Raises ConfigError if they do not agree."""
+        given: dict[str, object] = {k: v for k, v in dict(self).items() if v is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = tuple(sorted(self.logit_bias.items()))
+        return dataclasses.replace(defaults, **given)  # type: ignore[arg-type]
+
+
+class EngineSection(BaseModel):
+    """How much of the machine is used; changes no text, but for `context`."""
+
+    model_config = _SECTION
+
+    concurrency: Count = 64
+    """Requests decoded at once."""
+    token_budget: Count = 1024
+    """Tokens that go through the model in one step."""
+    kv_memory: Size | None = None
+    """Memory for keys and values, like 4GiB; a share of what is free unless given."""
+    threads: Count | None = None
+    """CPU threads; the cores available unless given."""
+    context: Annotated[int, Field(ge=2)] | None = None
+    """Longest prompt and completion together; the model's unless given."""
+
+    @property
+    def kv_bytes(self) -> int | None:
+        """`kv_memory` in bytes."""
+        return None if self.kv_memory is None else parse_bytes(self.kv_memory)
+
+
+class SpeculationSection(BaseModel):
+    """How drafts are made; changes no text."""
+
+    model_config = _SECTION
+
+    drafter: Drafter = None
+    """Folder of a DFlash drafter; none decodes without."""
+    width: Count | None = None
+    """Draft tokens verified at once; the drafter's block less one unless given."""
+
+
+class JobSpec(BaseModel):
+    """A whole job. Build it with `from_sources`; below `job.py` only plain values travel."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    input: InputSection
+    prompt: PromptSection = PromptSection()
+    output: OutputSection
+    model: ModelSection = ModelSection()
+    sampling: SamplingSection = SamplingSection()
+    engine: EngineSection = EngineSection()
+    speculation: SpeculationSection = SpeculationSection()
+
+    @classmethod
+    def from_sources(
+        cls,
+        config: Path | None = None,
+        overrides: Sequence[str] = (),
+        flags: Mapping[str, object] | None = None,
+    ) -> JobSpec:
+        """Read the job file, lay `--set` over it, then the flags.
+
+        Args:
+            config: TOML file with one table a section; input paths in it are relative to the
+                current directory, as on the command line.
+            overrides: `section.key=value`, the value in TOML or else plain text.
+            flags: `section.key` -> value; None and empty lists count as not given.
+
+        Raises:
+            ConfigError: naming the key, where it was given, and what would be right.
+        """
+        given = GivenValues(spec_keys())
+        if config is not None:
+            given.add_file(config)
+        for override in overrides:
+            given.add_override(override)
+        for key, value in (flags or {}).items():
+            given.add_flag(key, value)
+        return _build(given)
+
+    def text_fields(self) -> dict[str, object]:
+        """Everything that changes a text or the layout of files: `section.key` -> JSON value.
+
+        Speed settings are not among it: they may differ between a run and its continuation.
+        """
+        return {
+            f"{section}.{name}": value
+            for section, fields in self.to_json().items()
+            for name, value in fields.items()
+            if f"{section}.{name}" not in _CHANGES_NO_TEXT
+        }
+
+    def to_json(self) -> dict[str, dict[str, object]]:
+        """The resolved job as JSON values, by section; `json.dumps` takes it."""
+        return self.model_dump(mode="json")
+
+
+def spec_keys() -> dict[str, dict[str, str]]:
+    """Names of all keys by section, each with its description."""
+    return {
+        section: {
+            name: field.description or ""
+            for name, field in _section_model(section).model_fields.items()
+        }
+        for section in JobSpec.model_fields
+    }
+
+
+def _section_model(section: str) -> type[BaseModel]:
+    model = JobSpec.model_fields[section].annotation
+    assert isinstance(model, type)
+    assert issubclass(model, BaseModel)
+    return model
+
+
+def _build(given: GivenValues) -> JobSpec:
+    _fill_output(given)
+    try:
+        spec = JobSpec.model_validate({"input": {}, **given.values})
+    except ValidationError as error:
+        raise given.explain(error.errors(include_url=False)[0]) from None
+    if not spec.input.paths:
+        raise ConfigError("no input given", "adaflash-batch run prompts.parquet")
+    if spec.input.prompt_column and spec.input.messages_column:
+        places = [given.place("input", f"{kind}_column") for kind in ("prompt", "messages")]
+        raise ConfigError(f"{places[0]} and {places[1]} exclude each other", "give one of them")
+    check_column_fields(spec.input.columns, given.place("input", "columns"))
+    _check_sampling(spec.sampling, given)
+    if spec.speculation.width and "drafter" not in spec.speculation.model_fields_set:
+        place = given.place("speculation", "width")
+        raise ConfigError(f"{place} needs a drafter", "add --drafter DIR")
+    return spec
+
+
+def _fill_output(given: GivenValues) -> None:
+    output = given.values.setdefault("output", {})
+    paths = _as_tuple(given.values.get("input", {}).get("paths"))
+    # What is wrong with the paths is said when they are validated.
+    first = paths[0] if isinstance(paths, tuple) and paths else ""
+    output.setdefault("directory", default_output(str(first)))
+
+
+def _check_sampling(sampling: SamplingSection, given: GivenValues) -> None:
+    # One field at a time, so that the message can say where it was given.
+    roomy = Sampling(max_new_tokens=2**62)
+    for name in sampling.model_fields_set:
+        try:
+            SamplingSection.model_construct(**{name: getattr(sampling, name)}).over(roomy)
+        except ConfigError as error:
+            place = given.place("sampling", name)
+            raise ConfigError(f"{place}: {error.message}", error.hint) from None
+    if sampling.max_new_tokens is not None:
+        sampling.over(Sampling())
