@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.request import Sampling
@@ -268,19 +269,17 @@ class JobSpec(BaseModel):
 def spec_keys() -> dict[str, dict[str, str]]:
     """Names of all keys by section, each with its description."""
     return {
-        section: {
-            name: field.description or ""
-            for name, field in _section_model(section).model_fields.items()
-        }
+        section: {name: field.description or "" for name, field in section_fields(section).items()}
         for section in JobSpec.model_fields
     }
 
 
-def _section_model(section: str) -> type[BaseModel]:
+def section_fields(section: str) -> dict[str, FieldInfo]:
+    """The keys of a section with their types, defaults and descriptions."""
     model = JobSpec.model_fields[section].annotation
     assert isinstance(model, type)
     assert issubclass(model, BaseModel)
-    return model
+    return model.model_fields
 
 
 def _build(given: GivenValues) -> JobSpec:
