@@ -12,6 +12,7 @@ from adaflash_batch.request import Sampling, sampling_fields
 from adaflash_batch.spec import JobSpec, SamplingSection, parse_bytes, spec_keys
 from adaflash_batch.spec_sources import default_output, flag_name, parse_value
 
+JOBS = Path(__file__).parent.parent / "jobs"
 PATHS = {"input.paths": ["prompts.parquet"]}
 
 
@@ -254,3 +255,14 @@ def test_sizes() -> None:
     for wrong in ("4", "GiB", "0GiB", "-1GiB", "4 Gib/s"):
         with pytest.raises(ValueError, match="with its unit"):
             parse_bytes(wrong)
+
+
+@pytest.mark.parametrize("path", sorted(JOBS.glob("*.toml")), ids=lambda path: path.name)
+def test_every_job_file_of_the_repository_is_valid(path: Path) -> None:
+    spec = JobSpec.from_sources(path)
+    for name in spec.input.paths:
+        assert (JOBS.parent / name).is_file()
+
+
+def test_there_are_job_files() -> None:
+    assert list(JOBS.glob("*.toml"))
