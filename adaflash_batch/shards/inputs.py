@@ -95,7 +95,6 @@ def _expand(text: str) -> _Input:
         raise InputError(f"there is no file or directory {text}")
     else:
         raise InputError(f"{text} is neither a file nor a directory")
-    _refuse_undecodable(found.paths)
     return found
 
 
@@ -127,11 +126,3 @@ def _refuse_repeats(expanded: Sequence[_Input]) -> None:
                 by = f"by {seen[key]} and by {item.text}" if seen[key] != item.text else "twice"
                 raise ConfigError(f"the file {path} is named {by}", "name each input file once")
             seen[key] = item.text
-
-
-def _refuse_undecodable(paths: Sequence[str]) -> None:
-    for path in paths:
-        try:
-            path.encode()
-        except UnicodeEncodeError as error:
-            raise InputError(f"the file name {path!r} is not valid UTF-8") from error

@@ -29,6 +29,8 @@ def locate(text: str) -> tuple[Any, str]:
     """
     if not text:
         raise ConfigError("a path is empty")
+    if not _is_utf8(text):
+        raise ConfigError(f"the path {text!r} is not valid UTF-8", "rename the file")
     if not _SCHEME.match(text):
         return LOCAL, os.path.abspath(os.path.expanduser(text))
     base, mark, query = text.partition("?")
@@ -39,6 +41,14 @@ def locate(text: str) -> tuple[Any, str]:
             f"cannot use the address {text}: {error}", "use a local path, file:// or s3://"
         ) from error
     return filesystem, os.path.abspath(path) if is_local(filesystem) else path.rstrip("/")
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def is_local(filesystem: Any) -> bool:
@@ -77,9 +87,12 @@ def list_directory(filesystem: Any, directory: str) -> list[Any]:
     """What is directly in a directory, in order of name, as FileInfos."""
     try:
         found = filesystem.get_file_info(fs.FileSelector(directory))
+        return sorted(found, key=lambda info: info.base_name)
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"cannot list the directory {directory}: {error}") from error
-    return sorted(found, key=lambda info: info.base_name)
+    except UnicodeDecodeError as error:
+        name = error.object.decode(errors="backslashreplace")
+        raise InputError(f"the file name {name} in {directory} is not valid UTF-8") from error
 
 
 def walk_parquet(filesystem: Any, directory: str, above: tuple[str, ...] = ()) -> Iterator[str]:
