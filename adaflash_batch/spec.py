@@ -110,7 +110,7 @@ class OutputSection(BaseModel):
     model_config = _SECTION
 
     directory: Name
-    """Output directory; <first input>-completions in the current directory unless given."""
+    """Output directory; in the current one and named after the first input unless given."""
     prefix: str = ""
     """Put before the names of the columns that this program adds."""
     chunk_rows: Count = 1000

@@ -266,3 +266,14 @@ def test_every_job_file_of_the_repository_is_valid(path: Path) -> None:
 
 def test_there_are_job_files() -> None:
     assert list(JOBS.glob("*.toml"))
+
+
+def test_the_documentation_names_every_key_and_its_example_is_valid(tmp_path: Path) -> None:
+    text = (JOBS.parent / "docs" / "job-file.md").read_text(encoding="utf-8")
+    for section, keys in spec_keys().items():
+        table = text.partition(f"## [{section}]\n")[2].partition("\n## ")[0]
+        for name, description in keys.items():
+            assert f"| `{name}` |" in table
+            assert description in table
+    example = text.partition("```toml\n")[2].partition("```")[0]
+    assert JobSpec.from_sources(job_file(tmp_path, example)).sampling.logit_bias == {50: -2.5}
