@@ -1,3 +1,5 @@
+"""The command line: what goes to which stream, exit codes, and a flag for every key."""
+
 import json
 import subprocess
 import sys

@@ -1,3 +1,5 @@
+"""The demo prompts are those of their script."""
+
 import runpy
 from pathlib import Path
 

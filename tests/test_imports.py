@@ -17,7 +17,10 @@ LAYERS: list[set[str]] = [
     {"job"},
     {"shards", "engine", "adapt", "report"},
     {"drafter", "kernels"},
-    {"exchange", "stats", "request", "spec", "spec_sources", "errors", "text", "models", "gguf"},
+    {
+        *("errors", "stats", "request", "spec", "spec_sources", "exchange"),
+        *("text", "detokenise", "special_tokens", "models", "gguf"),
+    },
 ]
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 GROUND = len(LAYERS) - 1

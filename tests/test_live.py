@@ -1,3 +1,5 @@
+"""Progress: when lines come, and what they estimate."""
+
 import io
 
 import pytest

@@ -1,3 +1,5 @@
+"""The view of a finished job."""
+
 import json
 from pathlib import Path
 from typing import Any

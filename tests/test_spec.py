@@ -1,3 +1,5 @@
+"""JobSpec: sources laid over each other, refusals, and what changes text."""
+
 import dataclasses
 import json
 from pathlib import Path
