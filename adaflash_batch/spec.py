@@ -95,7 +95,7 @@ class PromptSection(BaseModel):
     model_config = _SECTION
 
     system_prompt: str | None = None
-    """System message put before every prompt."""
+    """System message put before every prompt that has none of its own."""
     chat_template: bool | None = None
     """Whether prompts go through the model's chat template; on where the model has one."""
     on_long_prompt: Literal["error", "truncate-left", "truncate-right"] = "error"
