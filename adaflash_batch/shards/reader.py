@@ -75,7 +75,7 @@ def read_chunks(
     id_column: str | None = None,
     skip: Callable[[int], bool] = lambda _: False,
 ) -> Iterator[Chunk]:
-    """Yield the chunks of a file in order; memory is bounded by a chunk and one record batch.
+    """Yield the chunks of a file in order; a chunk, a record batch and a page are held at a time.
 
     Chunk k is rows [k * chunk_rows, (k + 1) * chunk_rows), whatever the row groups are.
 
