@@ -62,7 +62,7 @@ class PartFooter:
     chunk_index: int
     first_row: int
     totals: Totals
-    drafter_version: int | None = None
+    drafter_version: int | None
 
     def to_metadata(self) -> dict[bytes, bytes]:
         """As Parquet key-value metadata; the values are JSON."""

@@ -164,13 +164,19 @@ def _refuse_overlap(filesystem: Any, output: str, shard: Shard) -> None:
         raise ConfigError(f"the output directory {output} holds the input file {shard.path}", hint)
     kind = stat(filesystem, origin).type
     inside = kind == fs.FileType.Directory and _is_below(output, origin)
-    part = f"{output}/{part_name(0, 0)}"
-    matched = kind == fs.FileType.NotFound and is_pattern(origin) and path_matches(part, origin)
+    is_glob = kind == fs.FileType.NotFound and is_pattern(origin)
+    matched = is_glob and _is_found_by(f"{output}/{part_name(0, 0)}", origin)
     if inside or matched:
         raise ConfigError(
             f"the output directory {output} is inside the input {origin}",
             f"its files would be input to the next run; {hint}",
         )
+
+
+def _is_found_by(path: str, pattern: str) -> bool:
+    """Whether a pattern matches a file or a directory above it."""
+    parts = path.split("/")
+    return any(path_matches("/".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
 
 
 def _is_below(path: str, directory: str) -> bool:
