@@ -1,4 +1,4 @@
-"""The nouns that every part speaks: Prompt, Sampling, Request, Completion. Imports nothing heavy."""
+"""The nouns that every part speaks: Prompt, Sampling, Request, Completion. Light to import."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "error"]
 
 
 class RowKey(NamedTuple):
-    """Where a completion belongs: input file, row in that file, sample of that row (all 0-based)."""
+    """Where a completion belongs: input file, row in it, sample of that row (all 0-based)."""
 
     shard: int
     row: int
@@ -91,7 +91,7 @@ class Sampling:
 
     @property
     def reshapes_logits(self) -> bool:
-        """Whether logits depend on the text so far or on fixed biases, so argmax alone is not enough."""
+        """Whether logits depend on the text so far or on fixed biases."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0

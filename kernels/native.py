@@ -16,15 +16,18 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
+from adaflash_batch.kernels.page_size import PAGE
+
 SOURCE = Path(__file__).with_name("paged_attention.c")
-PAGE = 32
-_FLAGS = (
-    "-std=gnu11 -O3 -march=native -fopenmp -fPIC -fno-math-errno -fno-trapping-math "
-    "-fno-signed-zeros -ffp-contract=fast"
-).split()
+
+_FLAGS = [
+    *("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-ffp-contract=fast"),
+]
 
 
 class Step(ctypes.Structure):
@@ -81,7 +84,7 @@ def load(element: int, head_dim: int) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeUnavailable(f"{path} does not load: {error}") from error
-    arguments = [ctypes.POINTER(Step), ctypes.POINTER(Layer)]
+    arguments: Any = [ctypes.POINTER(Step), ctypes.POINTER(Layer)]
     library.store_kv.argtypes, library.store_kv.restype = arguments, None
     library.paged_attention.argtypes = arguments
     library.paged_attention.restype = ctypes.c_int32
@@ -119,8 +122,8 @@ def _build(compiler: list[str], flags: list[str], path: Path) -> None:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as scratch:
             compiled, linked = Path(scratch, "attention.o"), Path(scratch, "attention.so")
             _run([*compiler, *flags, "-c", str(SOURCE), "-o", str(compiled)])
-            # Linked without an OpenMP runtime on purpose: the symbols come from torch's own, which is
-            # loaded first. Two runtimes would keep two thread pools fighting for the same cores.
+            # Linked without an OpenMP runtime on purpose: the symbols come from torch's own, which
+            # is loaded first. Two runtimes would be two thread pools fighting for the same cores.
             _run([*compiler, "-shared", str(compiled), "-o", str(linked), "-lm"])
             os.replace(linked, path)
     except OSError as error:

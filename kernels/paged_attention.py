@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 
 from adaflash_batch.kernels import native
-from adaflash_batch.kernels.native import PAGE, NativeUnavailable
+from adaflash_batch.kernels.native import NativeUnavailable
+from adaflash_batch.kernels.page_size import PAGE
 
 Int32 = npt.NDArray[np.int32]
 _ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -23,8 +24,8 @@ _ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 class PackedStep:
     """Where the packed tokens of one step belong.
 
-    Segment s is `length[s]` consecutive tokens of one request: rows start[s].. of the packed tensors,
-    positions context[s].. of the request, whose pages are table[s].
+    Segment s is `length[s]` consecutive tokens of one request: rows start[s].. of the packed
+    tensors, positions context[s].. of the request, whose pages are table[s].
 
     Attributes:
         start, length, context: int32 [S].
@@ -201,7 +202,7 @@ def paged_attention_reference(
         keys = kv.k_pages[pages].permute(1, 2, 0, 3).flatten(2)[:, :, :total]  # [G, D, total]
         values = kv.v_pages[pages].permute(1, 0, 2, 3).flatten(1, 2)[:, :total]  # [G, total, D]
         rows = q[start : start + length].float() * how.scale
-        rows = rows.unflatten(1, (-1, group)).permute(1, 2, 0, 3)  # [G, group, length, D]
+        rows = rows.view(length, -1, group, head_dim).permute(1, 2, 0, 3)  # [G, group, length, D]
         scores = rows @ keys.float().unsqueeze(1)
         if how.softcap > 0:
             scores = how.softcap * torch.tanh(scores / how.softcap)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaflash_batch.kernels.native import PAGE
+from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.kernels.paged_attention import (
     Attention,
     KVLayer,

@@ -1,0 +1,127 @@
+"""A decoder from a model folder, a drafter folder and a few numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from adaflash_batch.drafter.checkpoint import TargetFacts
+from adaflash_batch.drafter.checkpoint import load as load_drafter
+from adaflash_batch.drafter.model import DFlash
+from adaflash_batch.engine.decoder import Decoder
+from adaflash_batch.engine.drafting import BlockDrafter
+from adaflash_batch.engine.memory import kv_budget
+from adaflash_batch.engine.target import Target
+from adaflash_batch.errors import ConfigError
+from adaflash_batch.kernels.page_size import PAGE
+
+_DTYPES = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderPlan:
+    """What a decoder is built from.
+
+    Attributes:
+        folder: of the model.
+        name: what the user calls the model.
+        dtype: `auto` (the checkpoint's), `float32`, `bfloat16` or `float16`.
+        drafter: folder of a DFlash checkpoint, None for plain decoding.
+        tokenizer_digest: of the target's tokenizer, compared with the drafter's.
+        width: drafts verified a step; None takes the drafter's block.
+        concurrency: most requests at once.
+        token_budget: most tokens a step.
+        kv_bytes: KV memory; None takes a share of what is free.
+        context: longest prompt and completion together; None takes the model's.
+        threads: CPU threads; None leaves PyTorch's choice.
+    """
+
+    folder: Path
+    name: str
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+    drafter: Path | None = None
+    tokenizer_digest: str | None = None
+    width: int | None = None
+    concurrency: int = 64
+    token_budget: int = 1024
+    kv_bytes: int | None = None
+    context: int | None = None
+    threads: int | None = None
+
+
+def build_decoder(plan: DecoderPlan, *, notify: Callable[[str], None]) -> Decoder:
+    """Load the target and the drafter and size KV memory.
+
+    Raises:
+        ConfigError: one of them cannot run, or they do not fit each other or the memory.
+    """
+    if plan.threads is not None:
+        torch.set_num_threads(plan.threads)
+    target = Target.load(
+        plan.folder,
+        plan.name,
+        dtype=_DTYPES[plan.dtype],
+        trust_remote_code=plan.trust_remote_code,
+    )
+    slow = target.attention_note()
+    if slow is not None:
+        notify(f"attention runs in its slow form: {slow}")
+    net = None if plan.drafter is None else _load_net(plan.drafter, target, plan.tokenizer_digest)
+    return Decoder(
+        target,
+        drafter=None if net is None else lambda num_pages: BlockDrafter(net, target, num_pages),
+        width=plan.width,
+        max_running=plan.concurrency,
+        token_budget=max(plan.token_budget, 2),
+        kv_tokens=_kv_tokens(plan, target, net),
+        context=_context(plan, target),
+    )
+
+
+def _load_net(folder: Path, target: Target, tokenizer_digest: str | None) -> DFlash:
+    facts = TargetFacts(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        num_hidden_layers=target.num_layers,
+        name=target.name,
+        tokenizer_digest=tokenizer_digest,
+    )
+    net = load_drafter(folder, facts, dtype=target.dtype)
+    net.eval().requires_grad_(False)
+    net.fuse()
+    return net
+
+
+def _kv_tokens(plan: DecoderPlan, target: Target, net: DFlash | None) -> int:
+    """Tokens that KV memory holds, never more than full concurrency at full length can use."""
+    drafted = 0 if net is None else BlockDrafter.bytes_per_token(net)
+    block = 0 if net is None else net.config.block_size
+    per_token = target.bytes_per_token + drafted
+    given = plan.kv_bytes if plan.kv_bytes is not None else kv_budget(target.device)
+    longest = -(-(_context(plan, target) + block) // PAGE) * PAGE
+    tokens = min(given // per_token, plan.concurrency * longest)
+    if tokens < PAGE:
+        raise ConfigError(
+            f"{given / 2**20:.1f} MiB of KV memory hold {tokens} tokens of {plan.name} "
+            f"({per_token / 2**10:.1f} KiB each), a page has {PAGE}",
+            "give more with --kv-memory",
+        )
+    return tokens
+
+
+def _context(plan: DecoderPlan, target: Target) -> int:
+    if plan.context is not None and plan.context > target.context:
+        raise ConfigError(
+            f"a context of {plan.context} is asked for, {plan.name} was made for {target.context}",
+            "give at most that with --context",
+        )
+    return plan.context or target.context

@@ -1,0 +1,355 @@
+"""The decoder: many requests at once, a step at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from adaflash_batch.engine.accept import emitted_tokens
+from adaflash_batch.engine.drafting import DraftBatch, Drafter
+from adaflash_batch.engine.packing import Packed, PageTable, pack, ranges
+from adaflash_batch.engine.pages import PagePool
+from adaflash_batch.engine.sampling import ChoiceBlock, TokenHistory, choose
+from adaflash_batch.engine.scheduler import Scheduled, Scheduler
+from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
+from adaflash_batch.engine.target import Target
+from adaflash_batch.kernels.page_size import PAGE
+from adaflash_batch.kernels.paged_attention import PackedStep
+from adaflash_batch.request import Completion, FinishReason, Request, RowError, Timing
+from adaflash_batch.stats import SpeculationCounts
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A request on its way."""
+
+    request: Request
+    sequence: ScheduledSequence
+    tokens: list[int]
+    added: float
+    admitted: float | None = None
+    first_token: float | None = None
+    history: TokenHistory | None = None
+    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One request's part in this step, with its drafts."""
+
+    entry: _Entry
+    scheduled: Scheduled
+    drafts: list[int]
+    num_drafted: int
+
+    @property
+    def is_verification(self) -> bool:
+        """Whether a text is extended, rather than a prompt (or a preempted text) computed."""
+        entry = self.entry
+        return entry.num_generated > 0 and self.scheduled.sequence.is_decoding
+
+    @property
+    def num_choices(self) -> int:
+        """Rows of logits wanted: none in the middle of a prefill."""
+        sequence, num_known = self.scheduled.sequence, self.scheduled.num_known
+        return len(self.drafts) + 1 if sequence.computed + num_known == sequence.known else 0
+
+
+class Decoder:
+    """Continuous batching with speculation.
+
+    Args:
+        target: the model whose choices make the text.
+        drafter: proposes tokens; None decodes plainly.
+        width: drafts verified a step; None takes all that the drafter proposes.
+        max_running: most requests in a step.
+        token_budget: most tokens in a step.
+        kv_tokens: tokens that KV memory holds, over all requests (rounded down to pages).
+        context: longest prompt and completion together; None takes the model's.
+        end_token_ids: the model's own end-of-sequence tokens.
+        clock: seconds, for the timings.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        drafter: Callable[[int], Drafter] | None = None,
+        width: int | None = None,
+        max_running: int = 64,
+        token_budget: int = 1024,
+        kv_tokens: int,
+        context: int | None = None,
+        end_token_ids: frozenset[int] = frozenset(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        pool = PagePool(kv_tokens // PAGE)
+        self._target = target
+        self._kv = target.new_kv(pool.num_pages)
+        self._drafter = None if drafter is None else drafter(pool.num_pages)
+        block = 0 if self._drafter is None else self._drafter.block_size
+        self._width = 0 if block == 0 else block - 1
+        if width is not None:
+            self._width = min(width, self._width)
+        if self._drafter is not None:
+            target.tap(self._drafter.tapped_layers)
+        self._scheduler = Scheduler(
+            pool, max_running=max_running, token_budget=token_budget, reserve=block
+        )
+        self._table = PageTable(max_running, pool.num_pages * PAGE)
+        self.context = context if context is not None else target.context
+        self.end_token_ids = end_token_ids
+        self._clock = clock
+        self._entries: dict[ScheduledSequence, _Entry] = {}
+        self._finished: list[Completion] = []
+        self.num_steps = 0
+        self.num_generated = 0
+        self.num_prefilled = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another step would do something."""
+        return bool(self._entries or self._finished)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not begun, or wait again after preemption."""
+        return len(self._scheduler.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold KV memory."""
+        return len(self._scheduler.running)
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the target."""
+        return self._target.vocab_size
+
+    def describe(self) -> str:
+        """Precision, device and memory, for people."""
+        target, pages = self._target, self._scheduler.pool.num_pages
+        dtype = str(target.dtype).removeprefix("torch.")
+        return f"{dtype} on {target.device}, KV memory for {pages * PAGE} tokens"
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a request was sent back to wait."""
+        return self._scheduler.num_preemptions
+
+    def add(self, request: Request) -> None:
+        """Queue a request; one that can never run comes back from the next step with an error."""
+        prompt, sampling = request.token_ids, request.sampling
+        assert prompt, "a prompt has at least one token"
+        limit = len(prompt) + sampling.max_new_tokens
+        sequence = ScheduledSequence(known=len(prompt), limit=limit)
+        entry = _Entry(request, sequence, list(prompt), added=self._clock())
+        if sampling.reshapes_logits:
+            entry.history = TokenHistory(prompt=frozenset(prompt))
+        error = self._misfit(limit, sequence)
+        if error is not None:
+            self._finished.append(self._completion(entry, "error", error))
+            return
+        self._entries[sequence] = entry
+        self._scheduler.add(sequence)
+
+    def _misfit(self, limit: int, sequence: ScheduledSequence) -> RowError | None:
+        if limit > self.context:
+            message = f"prompt and max_new_tokens are {limit} tokens, the context is "
+            return RowError("prompt_too_long", f"{message}{self.context}")
+        pool = self._scheduler.pool
+        if self._scheduler.pages_for(sequence) > pool.num_pages:
+            message = f"prompt and max_new_tokens are {limit} tokens, KV memory holds "
+            return RowError("kv_memory_too_small", f"{message}{pool.num_pages * PAGE}")
+        return None
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        """Advance every scheduled request once; return what is finished."""
+        plan = self._scheduler.plan(self._width)
+        if plan:
+            items = self._draft(plan)
+            packed = self._pack(items)
+            choices, sound = self._verify(items, packed)
+            survivors = self._commit(items, choices, sound)
+            self._absorb(items, packed, survivors)
+            self.num_steps += 1
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _draft(self, plan: list[Scheduled]) -> list[_Item]:
+        """Ask the drafter for those that verify drafts in this step."""
+        wanting = [item for item in plan if item.width > 0]
+        drafts: dict[ScheduledSequence, list[int]] = {}
+        if wanting and self._drafter is not None:
+            sequences = [item.sequence for item in wanting]
+            batch = DraftBatch(
+                keys=[self._entries[sequence].request.key for sequence in sequences],
+                anchors=[self._entries[sequence].tokens[-1] for sequence in sequences],
+                positions=np.array([sequence.computed for sequence in sequences], dtype=np.int32),
+                table=self._table.rows(sequences),
+            )
+            drafts = dict(zip(sequences, self._drafter.draft(batch), strict=True))
+            for sequence in sequences:
+                self._mark_version(self._entries[sequence].counts)
+        return [self._item(scheduled, drafts.get(scheduled.sequence, [])) for scheduled in plan]
+
+    def _item(self, scheduled: Scheduled, drafts: list[int]) -> _Item:
+        entry = self._entries[scheduled.sequence]
+        if entry.admitted is None:
+            entry.admitted = self._clock()
+        return _Item(entry, scheduled, drafts[: scheduled.width], len(drafts))
+
+    def _mark_version(self, counts: SpeculationCounts) -> None:
+        assert self._drafter is not None
+        if counts.drafter_first is None:
+            counts.drafter_first = self._drafter.version
+        counts.drafter_last = self._drafter.version
+
+    def _pack(self, items: list[_Item]) -> Packed:
+        pieces, contexts = [], []
+        for item in items:
+            begin = item.scheduled.sequence.computed
+            known = item.entry.tokens[begin : begin + item.scheduled.num_known]
+            pieces.append(known + item.drafts)
+            contexts.append(begin)
+        return pack(pieces, contexts, [item.num_choices for item in items])
+
+    def _verify(self, items: list[_Item], packed: Packed) -> tuple[list[int], list[bool]]:
+        """One target forward; the target's choice behind every anchor and draft."""
+        sequences = [item.scheduled.sequence for item in items]
+        step = PackedStep(packed.start, packed.length, packed.context, self._table.rows(sequences))
+        logits = self._target.forward(
+            torch.from_numpy(packed.token_ids),
+            torch.from_numpy(packed.positions),
+            step,
+            self._kv,
+            torch.from_numpy(packed.rows),
+        )
+        return choose(logits, [self._block(item) for item in items if item.num_choices])
+
+    def _block(self, item: _Item) -> ChoiceBlock:
+        entry = item.entry
+        request = entry.request
+        return ChoiceBlock(
+            sampling=request.sampling,
+            history=entry.history,
+            drafts=item.drafts,
+            key=(request.identity, request.key.sample),
+            position=len(entry.tokens),
+            end_ids=self._ends(entry),
+        )
+
+    def _ends(self, entry: _Entry) -> frozenset[int]:
+        sampling = entry.request.sampling
+        own = frozenset() if sampling.ignore_eos else self.end_token_ids
+        return own.union(sampling.stop_token_ids) if sampling.stop_token_ids else own
+
+    def _commit(self, items: list[_Item], choices: list[int], sound: list[bool]) -> list[int]:
+        """Extend the texts. Returns for each item how many of its tokens stay in KV memory."""
+        kept, row = [], 0
+        for item in items:
+            count = item.num_choices
+            kept.append(self._advance(item, choices[row : row + count], sound[row : row + count]))
+            row += count
+        return kept
+
+    def _advance(self, item: _Item, choices: list[int], sound: list[bool]) -> int:
+        entry, sequence = item.entry, item.scheduled.sequence
+        num_known = item.scheduled.num_known
+        if not item.is_verification:
+            self.num_prefilled += num_known
+        if not choices:
+            sequence.computed += num_known
+            return num_known
+        emitted = emitted_tokens(item.drafts, choices)
+        if not all(sound[: len(emitted)]):
+            message = "the model's logits are not finite (NaN or infinity)"
+            self._finish(entry, "error", RowError("bad_logits", message))
+            return 0
+        was_verification = item.is_verification
+        emitted, reason = self._until_end(entry, emitted)
+        accepted = min(len(emitted), _common(item.drafts, emitted))
+        if was_verification:
+            entry.counts.record(item.num_drafted, len(item.drafts), accepted)
+        self._extend(entry, emitted)
+        sequence.computed += num_known + accepted
+        if reason is not None:
+            self._finish(entry, reason)
+            return 0
+        return num_known + accepted
+
+    def _until_end(
+        self, entry: _Entry, emitted: list[int]
+    ) -> tuple[list[int], FinishReason | None]:
+        """Cut behind the token that ends the text, if one does."""
+        ends, watch = self._ends(entry), entry.request.stop_watch
+        room = entry.request.sampling.max_new_tokens - entry.num_generated
+        for count, token in enumerate(emitted[:room], 1):
+            if token in ends or (watch is not None and watch.feed(token)):
+                return emitted[:count], "stop"
+        return emitted[:room], "length" if len(emitted) >= room else None
+
+    def _extend(self, entry: _Entry, emitted: list[int]) -> None:
+        entry.tokens += emitted
+        entry.sequence.known += len(emitted)
+        self.num_generated += len(emitted)
+        if entry.history is not None:
+            entry.history.extend(emitted)
+        if entry.first_token is None:
+            entry.first_token = self._clock()
+
+    def _finish(self, entry: _Entry, reason: FinishReason, error: RowError | None = None) -> None:
+        self._scheduler.remove(entry.sequence)
+        del self._entries[entry.sequence]
+        self._finished.append(self._completion(entry, reason, error))
+
+    def _completion(
+        self, entry: _Entry, reason: FinishReason, error: RowError | None
+    ) -> Completion:
+        now = self._clock()
+        admitted = entry.admitted if entry.admitted is not None else now
+        first = entry.first_token if entry.first_token is not None else now
+        return Completion(
+            key=entry.request.key,
+            token_ids=[] if error else entry.tokens[entry.num_prompt :],
+            finish_reason=reason,
+            prompt_tokens=entry.num_prompt,
+            truncated_tokens=entry.request.truncated_tokens,
+            counts=entry.counts,
+            timing=Timing(admitted - entry.added, first - admitted, now - first),
+            error=error,
+        )
+
+    def _absorb(self, items: list[_Item], packed: Packed, kept: Sequence[int]) -> None:
+        """Give the drafter what the target saw of the tokens that stay."""
+        if self._drafter is None:
+            return
+        staying = [index for index, count in enumerate(kept) if count > 0]
+        if not staying:
+            return
+        length = np.array([kept[index] for index in staying], dtype=np.int32)
+        rows = torch.from_numpy(ranges(packed.start[staying], length))
+        start = (np.cumsum(length) - length).astype(np.int32)
+        table = self._table.rows([items[index].scheduled.sequence for index in staying])
+        step = PackedStep(start, length, packed.context[staying], table)
+        features = self._target.tapped(self._drafter.tapped_layers, rows)
+        self._drafter.absorb(step, torch.from_numpy(packed.positions)[rows], features)
+
+
+def _common(drafts: Sequence[int], emitted: Sequence[int]) -> int:
+    """Length of the common prefix: the accepted drafts that are part of the text."""
+    pairs = enumerate(zip(drafts, emitted, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(drafts), len(emitted)))

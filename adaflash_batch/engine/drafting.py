@@ -1,0 +1,134 @@
+"""Where drafts come from: the interface the decoder speaks, and the block drafter behind it.
+
+# B requests, K block (anchor and K - 1 drafts), T packed tokens, H hidden size of the drafter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from adaflash_batch.drafter.model import DFlash
+from adaflash_batch.engine.target import Target
+from adaflash_batch.kernels.paged_attention import (
+    Attention,
+    KVLayer,
+    PackedStep,
+    paged_attention,
+    store_kv,
+)
+from adaflash_batch.request import RowKey
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """The requests to draft for.
+
+    Attributes:
+        keys: who they are.
+        anchors: last known token of each.
+        positions: its position, int32 [B]; everything before it is in KV memory.
+        table: their pages, int32 [B, P]; positions .. positions + K - 1 have pages too.
+    """
+
+    keys: Sequence[RowKey]
+    anchors: Sequence[int]
+    positions: Int32
+    table: Int32
+
+
+class Drafter(Protocol):
+    """Proposes tokens; deterministic given what it has seen.
+
+    Attributes:
+        version: number of its weights.
+        block_size: K; it proposes K - 1 tokens.
+        tapped_layers: target layers whose outputs `absorb` wants.
+    """
+
+    version: int
+    block_size: int
+    tapped_layers: tuple[int, ...]
+
+    def draft(self, batch: DraftBatch) -> list[list[int]]:
+        """K - 1 proposals for each request."""
+
+    def absorb(self, step: PackedStep, positions: torch.Tensor, features: torch.Tensor) -> None:
+        """Take in what the target saw of committed tokens.
+
+        Args:
+            step: to which requests the T tokens belong.
+            positions: int64 [T].
+            features: [T, len(tapped_layers) * target hidden size].
+        """
+
+
+class BlockDrafter:
+    """DFlash over the decoder's pages: context K/V of each layer lie beside the target's.
+
+    The block's own K/V are written behind the context and overwritten by the next step's.
+    """
+
+    def __init__(self, net: DFlash, target: Target, num_pages: int, version: int = 0) -> None:
+        config = net.config
+        self.version = version
+        self.block_size = config.block_size
+        self.tapped_layers = config.target_layer_ids
+        self._net = net
+        self._target = target
+        self._mask_id = config.mask_token_id
+        self._kv = [
+            KVLayer.empty(
+                num_pages, config.num_key_value_heads, config.head_dim, target.dtype, target.device
+            )
+            for _ in range(config.num_hidden_layers)
+        ]
+        self._how = [
+            Attention(scale=config.head_dim**-0.5, window=window or 0, causal=False)
+            for window in config.windows
+        ]
+
+    @staticmethod
+    def bytes_per_token(net: DFlash) -> int:
+        """KV memory that one token takes in all layers."""
+        config = net.config
+        elements = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        return elements * net.fc.weight.element_size()
+
+    def draft(self, batch: DraftBatch) -> list[list[int]]:
+        """See Drafter: the argmax at each mask position of one non-causal pass."""
+        num_requests, block = len(batch.anchors), self.block_size
+        ids = torch.full((num_requests, block), self._mask_id)
+        ids[:, 0] = torch.tensor(batch.anchors)
+        offsets = torch.arange(block)
+        positions = torch.from_numpy(batch.positions.astype(np.int64)).unsqueeze(1) + offsets
+        starts = np.arange(0, num_requests * block, block, dtype=np.int32)
+        lengths = np.full(num_requests, block, dtype=np.int32)
+        step = PackedStep(starts, lengths, batch.positions, batch.table)
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return paged_attention(step, self._kv[layer], q, k, v, self._how[layer])
+
+        device = self._target.device
+        cos, sin = self._net.rotary(positions.flatten().to(device))
+        embeddings = self._target.embed(ids.flatten().to(device))
+        hidden = self._net.block(embeddings, cos, sin, attend)
+        masks = hidden.view(num_requests, block, -1)[:, 1:].flatten(0, 1)
+        drafts: list[list[int]] = (
+            self._target.head(masks).argmax(-1).view(num_requests, block - 1).tolist()
+        )
+        return drafts
+
+    def absorb(self, step: PackedStep, positions: torch.Tensor, features: torch.Tensor) -> None:
+        """See Drafter: the context K/V of every layer, from one fused feature per token."""
+        context = self._net.context(features)
+        cos, sin = self._net.rotary(positions)
+        for layer, kv in enumerate(self._kv):
+            store_kv(step, kv, *self._net.context_kv(layer, context, cos, sin))

@@ -1,0 +1,174 @@
+"""Who runs in the next step, with how many tokens. Pure Python: no tensors, no clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from adaflash_batch.engine.pages import PagePool
+from adaflash_batch.kernels.page_size import PAGE
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request as the scheduler sees it: how much of it is known, how much is in KV memory.
+
+    Attributes:
+        known: tokens of prompt and text so far. The last of them, the anchor, is in KV memory only
+            after the step that verifies it.
+        computed: leading tokens whose K/V are stored.
+        limit: `known` never exceeds this.
+        pages: the pages that hold them, in order.
+        slot: row of the page table while running, -1 otherwise.
+    """
+
+    known: int
+    limit: int
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    slot: int = -1
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether everything but the anchor is computed."""
+        return self.computed == self.known - 1
+
+
+class Scheduled(NamedTuple):
+    """Its part in a step: `num_known` known tokens from `computed` on, then `width` drafts."""
+
+    sequence: Sequence
+    num_known: int
+    width: int
+
+
+class Scheduler:
+    """Continuous batching: refill at every step, chunked prefill, preemption by recompute.
+
+    Args:
+        pool: the pages.
+        max_running: most sequences in a step.
+        token_budget: most tokens in a step, drafts included.
+        reserve: positions behind the anchor that a decoding sequence needs pages for (the block).
+    """
+
+    def __init__(
+        self, pool: PagePool, *, max_running: int, token_budget: int, reserve: int = 0
+    ) -> None:
+        assert max_running >= 1
+        assert token_budget >= 2
+        self.pool = pool
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # longest-waiting first
+        self.num_preemptions = 0
+        self._token_budget = token_budget
+        self._reserve = reserve
+        self._slots = list(range(max_running - 1, -1, -1))
+
+    def pages_for(self, sequence: Sequence) -> int:
+        """Pages that the sequence needs at its longest."""
+        return _pages(sequence.limit + self._reserve)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; it must fit an empty pool."""
+        assert self.pages_for(sequence) <= self.pool.num_pages
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a running sequence out: it is finished."""
+        self.running.remove(sequence)
+        self._vacate(sequence)
+
+    def plan(self, width: int) -> list[Scheduled]:
+        """The next step. Decoding sequences come first, then prefill in order of arrival.
+
+        Pages for every scheduled token are held when this returns; sequences that arrived last may
+        have been sent back to wait for it.
+
+        Args:
+            width: draft tokens wanted behind each anchor; fewer are planned where the budget or a
+                sequence's limit leaves no room.
+        """
+        budget = self._token_budget
+        decoding = [sequence for sequence in self.running if sequence.is_decoding]
+        needs_prefill = len(decoding) < len(self.running) or self._can_admit()
+        # An eighth stays free for prefill, else a full batch would starve those that come next.
+        share = budget - budget // 8 if needs_prefill else budget
+        planned = self._plan_decoding(decoding, width, max(share, 1))
+        budget -= sum(item.num_known + item.width for item in planned)
+        return planned + self._plan_prefill(budget)
+
+    def _plan_decoding(self, decoding: list[Sequence], width: int, budget: int) -> list[Scheduled]:
+        if not decoding:
+            return []
+        width = max(0, min(width, budget // len(decoding) - 1))
+        planned: list[Scheduled] = []
+        for sequence in decoding[:budget]:
+            if sequence.slot < 0:  # preempted for one before it
+                continue
+            if not self._hold(sequence, sequence.known + self._reserve):
+                continue
+            # The target adds one token behind the accepted drafts, so room for one must remain.
+            room = sequence.limit - sequence.known - 1
+            planned.append(Scheduled(sequence, 1, max(0, min(width, room))))
+        # One that was planned may have been preempted for a later one.
+        return [item for item in planned if item.sequence.slot >= 0]
+
+    def _plan_prefill(self, budget: int) -> list[Scheduled]:
+        planned: list[Scheduled] = []
+        prefilling = [sequence for sequence in self.running if not sequence.is_decoding]
+        for sequence in prefilling:
+            budget -= self._plan_piece(sequence, budget, planned)
+        while budget > 0 and self._can_admit():
+            sequence = self.waiting[0]
+            # Without room for the whole prompt it would only come to preempt, or be preempted.
+            if _pages(sequence.known + self._reserve) > self.pool.num_free:
+                break
+            self.waiting.popleft()
+            sequence.slot = self._slots.pop()
+            self.running.append(sequence)
+            budget -= self._plan_piece(sequence, budget, planned)
+        return planned
+
+    def _plan_piece(self, sequence: Sequence, budget: int, planned: list[Scheduled]) -> int:
+        count = min(budget, sequence.known - sequence.computed)
+        if count <= 0 or sequence.slot < 0:
+            return 0
+        # Pages for all of the prompt at once: a half-filled prompt is of no use to anybody.
+        if not self._hold(sequence, sequence.known + self._reserve):
+            return 0
+        planned.append(Scheduled(sequence, count, 0))
+        return count
+
+    def _can_admit(self) -> bool:
+        return bool(self.waiting and self._slots)
+
+    def _hold(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Get pages for `num_tokens`, preempting those that arrived later; False if preempted."""
+        missing = _pages(num_tokens) - len(sequence.pages)
+        while missing > self.pool.num_free:
+            latest = self.running[-1]
+            self._preempt(latest)
+            if latest is sequence:
+                return False
+        if missing > 0:
+            sequence.pages += self.pool.take(missing)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._vacate(sequence)
+        sequence.computed = 0
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _vacate(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.pages)
+        sequence.pages = []
+        self._slots.append(sequence.slot)
+        sequence.slot = -1
+
+
+def _pages(num_tokens: int) -> int:
+    return -(-num_tokens // PAGE)

@@ -1,0 +1,338 @@
+"""The target model: any transformers decoder, run over packed tokens with paged attention.
+
+# T packed tokens, R chosen rows, H hidden size, V vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from adaflash_batch.errors import ConfigError
+from adaflash_batch.kernels.page_size import PAGE
+from adaflash_batch.kernels.paged_attention import (
+    Attention,
+    KVLayer,
+    PackedStep,
+    paged_attention,
+    unavailable_reason,
+)
+
+# Not "adaflash…": transformers takes any name with "flash" in it for a flash-attention build.
+ATTENTION_NAME = "packed_paged"
+_PROBE_TOKENS = 12
+_UNHANDLED_KWARGS = ("s_aux", "sinks", "head_mask", "position_bias", "block_mask")
+
+
+@dataclass(slots=True)
+class LayerShape:
+    """What one layer keeps for each token."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(slots=True)
+class AttentionCall:
+    """Travels as a keyword through the model's forward to every attention layer.
+
+    With `kv` None the call only records what the layers look like (`shapes`, by layer number).
+    """
+
+    step: PackedStep | None = None
+    kv: list[KVLayer] | None = None
+    shapes: dict[int, LayerShape] = field(default_factory=dict)
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,  # [1, heads, T, D]
+    key: torch.Tensor,  # [1, kv heads, T, D]
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    adaflash_call: AttentionCall,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function that transformers' AttentionInterface dispatches to."""
+    for name in _UNHANDLED_KWARGS:
+        if others.get(name) is not None:
+            raise _CannotAttend(f"its attention needs `{name}`")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if adaflash_call.kv is None:
+        if key.shape[-1] != value.shape[-1]:
+            raise _CannotAttend("its keys and values have different sizes")
+        if layer in adaflash_call.shapes:
+            raise _CannotAttend(f"layer {layer} attends twice")
+        adaflash_call.shapes[layer] = LayerShape(key.shape[1], key.shape[3])
+        return query.transpose(1, 2), None
+    assert adaflash_call.step is not None
+    how = Attention(
+        scale=scaling if scaling is not None else float(query.shape[-1]) ** -0.5,
+        window=sliding_window or 0,
+        softcap=softcap or 0.0,
+    )
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    out = paged_attention(adaflash_call.step, adaflash_call.kv[layer], q, k, v, how)
+    return out.view(1, q.shape[0], q.shape[1], q.shape[2]), None
+
+
+class _CannotAttend(Exception):
+    """The model's attention asks for something that paged attention does not do."""
+
+
+# What a model of an unknown kind may raise when it is run in a way that it was not made for.
+_PROBE_ERRORS = (
+    *(_CannotAttend, RuntimeError, ValueError, TypeError),
+    *(KeyError, IndexError, AttributeError, NotImplementedError),
+)
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, _attend)
+
+
+class Target:
+    """A loaded causal language model.
+
+    Attributes:
+        name: what the user called it.
+        vocab_size: rows of the output layer.
+        hidden_size: H.
+        num_layers: decoder layers.
+        context: most positions that the model was made for.
+        dtype: of weights, activations and KV memory.
+    """
+
+    def __init__(self, model: Any, name: str) -> None:
+        config: Any = model.config.get_text_config()
+        self.name = name
+        self.vocab_size = int(config.vocab_size)
+        self.hidden_size = int(config.hidden_size)
+        self.num_layers = int(config.num_hidden_layers)
+        self.context = int(getattr(config, "max_position_embeddings", 0) or 2**31 - 1)
+        self._model: Any = model
+        self.device: torch.device = self._model.device
+        self.dtype: torch.dtype = self._model.dtype
+        self._taps: dict[int, torch.Tensor] = {}
+        self._tapped: set[int] = set()
+        self.num_forward_tokens = 0
+        self._shapes = _probe_shapes(self._model, self.num_layers)
+
+    @staticmethod
+    def load(
+        folder: Path, name: str, *, dtype: torch.dtype | None, trust_remote_code: bool = False
+    ) -> Target:
+        """Load safetensors from a folder; `dtype` None takes the checkpoint's own.
+
+        Raises:
+            ConfigError: the model cannot run here; the message has its name and the reason.
+        """
+        _register()
+        model = _load_model(folder, name, dtype, trust_remote_code)
+        return Target.of(model, name)
+
+    @staticmethod
+    def of(model: Any, name: str) -> Target:
+        """Take a transformers model that is in memory; it is changed to paged attention.
+
+        Raises:
+            ConfigError: as `load`.
+        """
+        _register()
+        model.eval().requires_grad_(False)
+        try:
+            _refuse_encoder(model)
+            expected = _native_logits(model)
+            model.set_attn_implementation(ATTENTION_NAME)
+            target = Target(model, name)
+            target._check(expected)
+        except _PROBE_ERRORS as error:
+            raise ConfigError(
+                f"{name} ({type(model).__name__}) cannot run: {error}",
+                "Use a decoder-only model whose every layer attends through transformers' "
+                "AttentionInterface",
+            ) from error
+        return target
+
+    @property
+    def bytes_per_token(self) -> int:
+        """KV memory that one token takes."""
+        elements = sum(2 * shape.num_kv_heads * shape.head_dim for shape in self._shapes)
+        return elements * self.dtype.itemsize
+
+    def new_kv(self, num_pages: int) -> list[KVLayer]:
+        """KV memory for every layer; the system hands it over only as it is written."""
+        return [
+            KVLayer.empty(num_pages, shape.num_kv_heads, shape.head_dim, self.dtype, self.device)
+            for shape in self._shapes
+        ]
+
+    def attention_note(self) -> str | None:
+        """Why the slow reference attention runs on this CPU; None when the fast one does."""
+        if self.device.type != "cpu":
+            return None
+        sizes = {shape.head_dim for shape in self._shapes}
+        reasons = (unavailable_reason(self.dtype, size) for size in sizes)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def tap(self, layer_ids: tuple[int, ...]) -> None:
+        """Keep the output of these decoder layers at every forward, for `tapped`."""
+        layers = _decoder_layers(self._model, self.num_layers)
+        for layer_id in set(layer_ids) - self._tapped:
+            layers[layer_id].register_forward_hook(self._tap_hook(layer_id))
+        self._tapped.update(layer_ids)
+
+    def _tap_hook(self, layer_id: int) -> Callable[[nn.Module, Any, Any], None]:
+        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._taps[layer_id] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+    def tapped(self, layer_ids: tuple[int, ...], rows: torch.Tensor | None) -> torch.Tensor:
+        """What the last forward left at these layers: [rows, len(layer_ids) * H]."""
+        states = [self._taps[layer_id].view(-1, self.hidden_size) for layer_id in layer_ids]
+        return torch.cat(states if rows is None else [state[rows] for state in states], dim=-1)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: PackedStep,
+        kv: list[KVLayer],
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """One packed forward.
+
+        Args:
+            token_ids: int64 [T].
+            positions: int64 [T].
+            step: how the tokens belong to requests.
+            kv: KV memory, read and written.
+            rows: int64 [R], the tokens whose successor is to be chosen.
+
+        Returns:
+            Logits [R, V] in the model's dtype.
+        """
+        self.num_forward_tokens += token_ids.shape[0]
+        output = self._model(
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=rows,
+            adaflash_call=AttentionCall(step, kv),
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Input embeddings of any shape of token ids, with the model's own scaling."""
+        embeddings: torch.Tensor = self._model.get_input_embeddings()(token_ids)
+        return embeddings
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The output layer: [.., H] to [.., V], without the model's final soft cap."""
+        logits: torch.Tensor = self._model.get_output_embeddings()(hidden)
+        return logits
+
+    def _check(self, expected: torch.Tensor) -> None:
+        """Compare with the model's own attention, in two pieces so that state must carry over.
+
+        Layers that keep anything but keys and values (recurrences, say) fail here, whatever they
+        are called.
+        """
+        kv = self.new_kv(1)
+        ids = _probe_ids(self.vocab_size, self.device)
+        table = np.zeros((1, 1), dtype=np.int32)
+        pieces = []
+        for begin, end in ((0, 5), (5, _PROBE_TOKENS)):
+            span = np.array([0, end - begin, begin], dtype=np.int32)
+            step = PackedStep(span[:1], span[1:2], span[2:], table)
+            rows = torch.arange(end - begin, device=self.device)
+            pieces.append(self.forward(ids[begin:end], rows + begin, step, kv, rows).float())
+        self.num_forward_tokens = 0
+        error = (torch.cat(pieces) - expected).pow(2).mean().sqrt()
+        bound = 1e-3 if self.dtype == torch.float32 else 5e-2
+        if not error <= bound * expected.pow(2).mean().sqrt():
+            raise _CannotAttend(
+                "with paged attention it computes something else than on its own "
+                "(it keeps more than keys and values, or masks in a way of its own)"
+            )
+
+
+def _probe_ids(vocab_size: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, vocab_size, (_PROBE_TOKENS,), generator=generator).to(device)
+
+
+@torch.inference_mode()
+def _native_logits(model: Any) -> torch.Tensor:
+    """Logits [T, V] of the probe tokens, computed as transformers would."""
+    model.set_attn_implementation("eager")
+    ids = _probe_ids(model.config.get_text_config().vocab_size, model.device)
+    logits: torch.Tensor = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].float()
+    return logits
+
+
+@torch.inference_mode()
+def _probe_shapes(model: Any, num_layers: int) -> list[LayerShape]:
+    call = AttentionCall()
+    ids = _probe_ids(model.config.get_text_config().vocab_size, model.device)[:2]
+    positions = torch.arange(2, device=model.device)
+    model(
+        input_ids=ids.unsqueeze(0),
+        position_ids=positions.unsqueeze(0),
+        use_cache=False,
+        adaflash_call=call,
+    )
+    missing = sorted(set(range(num_layers)) - set(call.shapes))
+    if missing:
+        raise _CannotAttend(
+            f"layers {missing} of {num_layers} do not attend through transformers' interface"
+        )
+    return [call.shapes[layer] for layer in range(num_layers)]
+
+
+def _decoder_layers(model: Any, num_layers: int) -> nn.ModuleList:
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise _CannotAttend("its decoder layers were not found")
+
+
+def _refuse_encoder(model: Any) -> None:
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise _CannotAttend("it is an encoder-decoder model")
+
+
+def _load_model(
+    folder: Path, name: str, dtype: torch.dtype | None, trust_remote_code: bool
+) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            dtype=dtype if dtype is not None else "auto",
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+        )
+    except (ValueError, OSError, KeyError, ImportError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise ConfigError(f"{name} cannot be loaded: {reason}") from error
+    return model
+
+
+assert PAGE >= _PROBE_TOKENS, "the probe uses one page"

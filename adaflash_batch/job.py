@@ -1,0 +1,396 @@
+"""run_job(): the only wiring. Input rows to requests, completions to committed parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adaflash_batch import models
+from adaflash_batch.errors import ConfigError
+from adaflash_batch.report.live import Progress, Reporter
+from adaflash_batch.request import Completion, Prompt, Request, RowError, RowKey, Sampling
+from adaflash_batch.shards.columns import ContentColumn, check_sampling_columns, detect_content
+from adaflash_batch.shards.identity import check_ids
+from adaflash_batch.shards.inputs import resolve_inputs
+from adaflash_batch.shards.job_folder import JobFolder
+from adaflash_batch.shards.open_chunks import OpenChunks
+from adaflash_batch.shards.parquet import ShardInfo, inspect_shard
+from adaflash_batch.shards.reader import Chunk, read_chunks
+from adaflash_batch.shards.recovery import Committed, committed
+from adaflash_batch.shards.schema import OutputRow, build_table, output_schema
+from adaflash_batch.shards.writer import (
+    Totals,
+    make_footer,
+    part_name,
+    prepare_output,
+    write_part,
+)
+from adaflash_batch.spec import JobSpec
+from adaflash_batch.stats import SpeculationCounts
+from adaflash_batch.text import Encoded, TextCodec
+
+if TYPE_CHECKING:
+    from adaflash_batch.engine.decoder import Decoder
+
+EXIT_ROW_ERRORS = 3
+# Prompts are tokenised in slices this long, so that the first step waits for one slice only.
+_ENCODED_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """How a job ended.
+
+    Attributes:
+        exit_code: 0, or 3 when rows carry errors.
+        fields: what the last line on stdout and summary.json say.
+    """
+
+    exit_code: int
+    fields: dict[str, object]
+
+    def as_dict(self) -> dict[str, object]:
+        """The fields, flat."""
+        return dict(self.fields)
+
+
+def run_job(spec: JobSpec, *, reporter: Reporter) -> Summary:
+    """Run a job to its end, or what is missing of it.
+
+    Raises:
+        AdaflashError: the job cannot begin or go on; what is committed stays.
+    """
+    began = time.monotonic()
+    infos = [inspect_shard(shard) for shard in resolve_inputs(spec.input.paths)]
+    content = _check_columns(spec, infos)
+    filesystem, path = prepare_output(spec.output.directory, [info.shard for info in infos])
+    folder = JobFolder(filesystem, path)
+    model = models.locate(spec.model.name, revision=spec.model.revision, notify=reporter.note)
+    fingerprint = folder.claim(_text_facts(spec, infos, content, model), spec.to_json())
+    done = committed(path, fingerprint, infos, spec.output.chunk_rows, filesystem)
+    for note in done.notes:
+        reporter.note(note)
+    output = _Output(filesystem, path, spec, infos, fingerprint, done)
+    run = _Run(spec, infos, content, model, output, reporter)
+    if output.num_rows_left > 0:
+        run.decode()
+    summary = _summarise(spec, run, output, time.monotonic() - began)
+    folder.write_summary(summary.as_dict())
+    return summary
+
+
+def _check_columns(spec: JobSpec, infos: list[ShardInfo]) -> ContentColumn:
+    """Everything that is wrong with the input's columns is said before a model is loaded."""
+    columns, id_column = spec.input.columns, spec.input.id_column
+    content = detect_content(
+        [info.schema for info in infos],
+        spec.input.prompt_column,
+        spec.input.messages_column,
+        names=[info.shard.path for info in infos],
+        exclude={*columns.values(), id_column or ""},
+    )
+    for info in infos:
+        check_sampling_columns(info.schema, columns, info.shard.path)
+        output_schema(info.schema, spec.output.prefix)
+    if id_column is not None:
+        check_ids([info.shard for info in infos], id_column)
+    return content
+
+
+def _text_facts(
+    spec: JobSpec, infos: list[ShardInfo], content: ContentColumn, model: Path
+) -> dict[str, object]:
+    """Everything that changes a text or its place in the output."""
+    facts = spec.text_fields()
+    # The same files may be named in another way: what counts is what they hold.
+    del facts["input.paths"]
+    return {
+        **facts,
+        "inputs": {info.shard.name: info.digest for info in infos},
+        "content": {"column": content.name, "kind": content.kind},
+        "model": models.model_identity(model),
+    }
+
+
+class _Output:
+    """The output directory: what is there, and how a chunk is added."""
+
+    def __init__(
+        self,
+        filesystem: Any,
+        path: str,
+        spec: JobSpec,
+        infos: list[ShardInfo],
+        fingerprint: str,
+        done: Committed,
+    ) -> None:
+        self._filesystem = filesystem
+        self._path = path
+        self._prefix = spec.output.prefix
+        self._infos = infos
+        self._fingerprint = fingerprint
+        self._done = done
+        self.resumed_rows = done.totals.num_rows
+        self.num_rows = sum(info.num_rows for info in infos)
+        self.totals: Totals = done.totals
+        self.num_parts = 0
+
+    @property
+    def num_rows_left(self) -> int:
+        """Input rows that no committed part holds."""
+        return self.num_rows - self.totals.num_rows
+
+    def is_done(self, shard: int, chunk: int) -> bool:
+        """Whether an earlier run committed the chunk."""
+        return self._done.is_done(shard, chunk)
+
+    def commit(self, chunk: Chunk, rows: dict[RowKey, OutputRow]) -> None:
+        """Write the part of a whole chunk."""
+        schema = output_schema(chunk.table.schema, self._prefix)
+        footer = make_footer(
+            chunk,
+            rows.values(),
+            fingerprint=self._fingerprint,
+            shard_digest=self._infos[chunk.shard.index].digest,
+        )
+        name = part_name(chunk.shard.index, chunk.index)
+        table = build_table(chunk, rows, schema)
+        write_part(self._path, name, table, footer, self._filesystem)
+        self.totals += footer.totals
+        self.num_parts += 1
+
+
+class _Run:
+    """What this process does of a job."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        infos: list[ShardInfo],
+        content: ContentColumn,
+        model: Path,
+        output: _Output,
+        reporter: Reporter,
+    ) -> None:
+        self._spec = spec
+        self._infos = infos
+        self._content = content
+        self._model = model
+        self._output = output
+        self._reporter = reporter
+        self._defaults = models.generation_defaults(model)
+        self._sampling = spec.sampling.over(_default_sampling(self._defaults))
+        self._chunks = OpenChunks(spec.output.chunk_rows, output.commit)
+        self._codec: TextCodec
+        self._decoder: Decoder
+        self._end_ids: frozenset[int] = frozenset()
+        self._rows_done = output.resumed_rows
+        self._began = 0.0
+        self.decode_s = 0.0
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+        self.num_errors = 0
+        self.num_preemptions = 0
+        self.counts = SpeculationCounts()
+
+    def decode(self) -> None:
+        """Decode every row that no committed part holds."""
+        self._load()
+        requests = self._requests()
+        self._reporter.start(self._describe())
+        self._began = time.monotonic()
+        while self._refill(requests) or self._decoder.has_work:
+            for completion in self._decoder.step():
+                self._take(completion)
+            self.decode_s = time.monotonic() - self._began
+            self.output_tokens = self._decoder.num_generated
+            self._reporter.update(self._progress())
+        self.num_preemptions = self._decoder.num_preemptions
+        self.decode_s = time.monotonic() - self._began
+        self._reporter.finish(self._progress(), [f"output in {self._spec.output.directory}"])
+
+    def _load(self) -> None:
+        # Torch comes with the engine: a job with nothing to do never waits for it.
+        from adaflash_batch.engine.assembly import DecoderPlan, build_decoder
+
+        spec, model = self._spec, self._model
+        self._reporter.note(f"loading {spec.model.name}")
+        drafter, engine = spec.speculation.drafter, spec.engine
+        plan = DecoderPlan(
+            folder=model,
+            name=spec.model.name,
+            dtype=spec.model.dtype,
+            trust_remote_code=spec.model.trust_remote_code,
+            drafter=None if drafter is None else Path(drafter).expanduser(),
+            tokenizer_digest=models.model_identity(model).get("tokenizer.json"),
+            width=spec.speculation.width,
+            concurrency=engine.concurrency,
+            token_budget=engine.token_budget,
+            kv_bytes=engine.kv_bytes,
+            context=engine.context,
+            threads=engine.threads,
+        )
+        decoder = build_decoder(plan, notify=self._reporter.note)
+        self._codec = TextCodec.load(
+            model,
+            use_chat_template=spec.prompt.chat_template,
+            system_prompt=spec.prompt.system_prompt,
+            context=decoder.context,
+            on_long_prompt=spec.prompt.on_long_prompt,
+            special_tokens_in_prompts=spec.prompt.special_tokens,
+            trust_remote_code=spec.model.trust_remote_code,
+        )
+        self._codec.check_content(self._content.kind)
+        decoder.end_token_ids = self._end_ids = self._codec.end_token_ids(self._defaults)
+        _check_token_ids(self._sampling, decoder.vocab_size)
+        self._decoder = decoder
+
+    def _describe(self) -> list[str]:
+        spec, output = self._spec, self._output
+        drafter = spec.speculation.drafter
+        resumed = f", {output.resumed_rows} of them done before" if output.resumed_rows else ""
+        return [
+            f"{output.num_rows} rows in {len(self._infos)} files{resumed}, "
+            f"prompts from column {self._content.name!r}",
+            f"model {spec.model.name} ({self._decoder.describe()})",
+            f"drafter {drafter}" if drafter else "no drafter: plain decoding",
+            f"output goes to {spec.output.directory}",
+        ]
+
+    def _requests(self) -> Iterator[Request]:
+        """All requests that are missing, in order; rows that cannot be served are finished here."""
+        for info in self._infos:
+            shard = info.shard.index
+            chunks = read_chunks(
+                info.shard,
+                self._content,
+                self._spec.output.chunk_rows,
+                columns=self._spec.input.columns,
+                sampling=self._sampling,
+                id_column=self._spec.input.id_column,
+                skip=lambda chunk, shard=shard: self._output.is_done(shard, chunk),  # type: ignore[misc]
+            )
+            for chunk in chunks:
+                self._chunks.begin(chunk)
+                for begin in range(0, len(chunk.prompts), _ENCODED_AT_ONCE):
+                    prompts = chunk.prompts[begin : begin + _ENCODED_AT_ONCE]
+                    for prompt, encoded in zip(
+                        prompts, self._codec.encode_many(prompts), strict=True
+                    ):
+                        yield from self._requests_of(prompt, encoded)
+
+    def _requests_of(self, prompt: Prompt, encoded: Encoded | RowError) -> Iterator[Request]:
+        if isinstance(encoded, Encoded) and (error := self._bad_token_id(prompt)):
+            encoded = error
+        if isinstance(encoded, RowError):
+            self._chunks.refuse(prompt, encoded)
+            self._rows_done += 1
+            self.num_errors += 1
+            return
+        for sample in range(prompt.sampling.n):
+            yield Request(
+                key=RowKey(prompt.shard, prompt.row, sample),
+                token_ids=encoded.token_ids,
+                sampling=prompt.sampling,
+                identity=prompt.identity,
+                stop_watch=self._codec.watch(prompt.sampling),
+                truncated_tokens=encoded.truncated_tokens,
+            )
+
+    def _bad_token_id(self, prompt: Prompt) -> RowError | None:
+        try:
+            _check_token_ids(prompt.sampling, self._decoder.vocab_size)
+        except ConfigError as error:
+            return RowError("bad_sampling", error.message)
+        return None
+
+    def _refill(self, requests: Iterator[Request]) -> bool:
+        """Keep as many waiting as run at once; whether anything was added."""
+        added = False
+        while self._decoder.num_waiting < self._spec.engine.concurrency:
+            request = next(requests, None)
+            if request is None:
+                break
+            self._decoder.add(request)
+            self.prompt_tokens += len(request.token_ids)
+            added = True
+        return added
+
+    def _take(self, completion: Completion) -> None:
+        self.counts.add(completion.counts)
+        sampling = self._chunks.prompt(completion.key).sampling
+        text = None
+        if completion.error is None:
+            ends = frozenset() if sampling.ignore_eos else self._end_ids
+            ends = ends.union(sampling.stop_token_ids)
+            text = self._codec.decode(completion.token_ids, stop=sampling.stop, end_ids=ends)
+        else:
+            self.num_errors += 1
+        if self._chunks.put(completion.key, OutputRow(text, completion)):
+            self._rows_done += 1
+
+    def _progress(self) -> Progress:
+        rows, resumed = self._output.num_rows, self._output.resumed_rows
+        return Progress(
+            rows_done=self._rows_done,
+            rows_total=rows,
+            output_tokens=self.output_tokens,
+            prompt_tokens=self.prompt_tokens,
+            errors=self.num_errors,
+            running=self._decoder.num_running,
+            waiting=self._decoder.num_waiting,
+            counts=self.counts,
+            elapsed_s=self.decode_s,
+            resumed_rows=resumed,
+            most_output_tokens=(rows - resumed) * self._sampling.n * self._sampling.max_new_tokens,
+        )
+
+
+def _default_sampling(defaults: dict[str, Any]) -> Sampling:
+    names = {field.name for field in dataclasses.fields(Sampling)}
+    known = {name: value for name, value in defaults.items() if name in names}
+    try:
+        return Sampling(**known)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the model's generation_config.json is wrong: {error.message}",
+            "set the value yourself, with its flag or in the job file",
+        ) from error
+
+
+def _check_token_ids(sampling: Sampling, vocab_size: int) -> None:
+    ids = [*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)]
+    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise ConfigError(f"token id {wrong} is not in the model's vocabulary of {vocab_size}")
+
+
+def _summarise(spec: JobSpec, run: _Run, output: _Output, wall_s: float) -> Summary:
+    totals = output.totals
+    speed = run.output_tokens / run.decode_s if run.decode_s > 0 else None
+    fields: dict[str, object] = {
+        "rows": totals.num_rows,
+        "resumed_rows": output.resumed_rows,
+        "output_rows": totals.num_output_rows,
+        "errors": totals.num_errors,
+        "truncated_tokens": totals.truncated_tokens,
+        "output_tokens": run.output_tokens,
+        "prompt_tokens": run.prompt_tokens,
+        "elapsed_s": round(run.decode_s, 3),
+        "setup_s": round(wall_s - run.decode_s, 3),
+        "tokens_per_s": None if speed is None else round(speed, 2),
+        "emitted_per_step": _rounded(run.counts.emitted_per_step),
+        "acceptance_rate": _rounded(run.counts.acceptance_rate),
+        "preemptions": run.num_preemptions,
+        "parts_written": output.num_parts,
+        "output": spec.output.directory,
+    }
+    return Summary(EXIT_ROW_ERRORS if totals.num_errors else 0, fields)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

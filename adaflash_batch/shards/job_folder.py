@@ -1,0 +1,96 @@
+"""`_adaflash/` in the output directory: the resolved job, its fingerprint, its summary."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import fs
+
+from adaflash_batch.errors import AdaflashError, ConfigError
+from adaflash_batch.shards.locations import is_local, stat
+from adaflash_batch.shards.recovery import differences, fingerprint
+
+FOLDER = "_adaflash"
+JOB = "job.json"
+SUMMARY = "summary.json"
+
+
+class JobFolder:
+    """The folder of a job's own files, on any `pyarrow.fs` filesystem.
+
+    Args:
+        filesystem: of the output directory.
+        output: the output directory's path there.
+    """
+
+    def __init__(self, filesystem: Any, output: str) -> None:
+        self._filesystem = filesystem
+        self._path = f"{output}/{FOLDER}"
+
+    def claim(self, text_facts: Mapping[str, object], spec: Mapping[str, object]) -> str:
+        """Make the output directory this job's, or find that it is already; its fingerprint.
+
+        Args:
+            text_facts: everything that changes a text or its place, as JSON values.
+            spec: the resolved job, for people.
+
+        Raises:
+            ConfigError: another job began here; the message lists the differences.
+        """
+        before = self._read(JOB)
+        if before is not None:
+            changed = differences(before.get("text_facts", {}), text_facts)
+            if changed:
+                lines = "\n  ".join(changed)
+                raise ConfigError(
+                    f"the output directory holds another job's rows; it differs in\n  {lines}",
+                    "run the job as it was begun, or name another directory with --out",
+                )
+        mark = fingerprint(text_facts)
+        self._write(JOB, {"fingerprint": mark, "spec": spec, "text_facts": text_facts})
+        return mark
+
+    def write_summary(self, summary: Mapping[str, object]) -> None:
+        """Replace summary.json."""
+        self._write(SUMMARY, summary)
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        path = f"{self._path}/{name}"
+        if stat(self._filesystem, path).type != fs.FileType.File:
+            return None
+        try:
+            with self._filesystem.open_input_stream(path) as stream:
+                value = json.loads(stream.read())
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise ConfigError(
+                f"{path} cannot be read: {error}", "name another directory with --out"
+            ) from error
+        return value if isinstance(value, dict) else None
+
+    def _write(self, name: str, value: Mapping[str, object]) -> None:
+        data = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+        path, temporary = f"{self._path}/{name}", f"{self._path}/.{name}.tmp"
+        try:
+            self._filesystem.create_dir(self._path, recursive=True)
+            if is_local(self._filesystem):
+                _write_durably(Path(temporary), data)
+            else:
+                with self._filesystem.open_output_stream(temporary) as stream:
+                    stream.write(data)
+            self._filesystem.move(temporary, path)
+        except (OSError, pa.ArrowException) as error:
+            raise AdaflashError(
+                f"cannot write {path}: {error}", "parts that are committed are unharmed"
+            ) from error
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
