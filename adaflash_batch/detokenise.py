@@ -32,6 +32,11 @@ class Detokeniser:
         self._is_byte_level = "ByteLevel" in kinds
         self._has_byte_fallback = not self._is_byte_level and "ByteFallback" in kinds
 
+    @property
+    def spells_bytes(self) -> bool:
+        """Whether the vocabulary can spell single bytes, so that no text is one unknown token."""
+        return self._is_byte_level or self._has_byte_fallback
+
     def text(self, token_ids: Iterable[int]) -> str:
         """The text of `token_ids` up to the last whole character."""
         ids = [token_id for token_id in token_ids if not self.is_silent(token_id)]

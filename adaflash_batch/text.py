@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -187,7 +188,11 @@ class TextCodec:
         text = self._write(turns, is_literal)
         if isinstance(text, RowError):
             return text
-        return _Draft(turns, cut_from, is_literal, text, prompt.sampling.max_new_tokens)
+        max_new_tokens = prompt.sampling.max_new_tokens
+        length = len(self._literal.unquote(text) if is_literal else text)
+        if self._on_long_prompt == "error" and length > self._most_characters:
+            return self._too_long(f"more than {self._context}", max_new_tokens)
+        return _Draft(turns, cut_from, is_literal, text, max_new_tokens)
 
     def _write(self, turns: Sequence[Message], is_literal: bool) -> str | RowError:
         """The text to tokenise; where `is_literal`, with the turns' special tokens quoted."""
@@ -235,14 +240,28 @@ class TextCodec:
             return RowError("empty_prompt", "the prompt has no tokens")
         if len(ids) + draft.max_new_tokens <= self._context:
             return Encoded(ids)
-        too_long = RowError(
-            "prompt_too_long",
-            f"the prompt has {len(ids)} tokens, with max_new_tokens {draft.max_new_tokens} it "
-            f"exceeds the context of {self._context}",
-        )
+        too_long = self._too_long(str(len(ids)), draft.max_new_tokens)
         if self._on_long_prompt == "error":
             return too_long
         return self._truncate(draft, len(ids)) or too_long
+
+    def _too_long(self, num_tokens: str, max_new_tokens: int) -> RowError:
+        return RowError(
+            "prompt_too_long",
+            f"the prompt has {num_tokens} tokens, with max_new_tokens {max_new_tokens} it exceeds "
+            f"the context of {self._context}",
+        )
+
+    @cached_property
+    def _most_characters(self) -> float:
+        """A text of more does not fit for sure, so a giant need not be tokenised to say so."""
+        from tokenizers.normalizers import NFC
+
+        normalizer = self._backend.normalizer
+        if not self._detokeniser.spells_bytes or not isinstance(normalizer, NFC | None):
+            return float("inf")
+        composed = 1 if normalizer is None else 4  # NFC makes at most 4 characters one
+        return composed * self._context * max(map(len, self._backend.get_vocab()))
 
     def _truncate(self, draft: _Draft, total: int) -> Encoded | RowError | None:
         """Cut the longest turn until the prompt fits; None if that leaves nothing of it."""

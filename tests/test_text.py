@@ -140,6 +140,17 @@ def spm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def swallowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a special token that takes in the spaces around it."""
+    folder = tmp_path_factory.mktemp("swallowing")
+    tokenizer = byte_level(adds_bos=False)
+    mask = AddedToken("<mask>", lstrip=True, rstrip=True, normalized=False, special=True)
+    tokenizer.backend_tokenizer.add_special_tokens([mask])
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def tokenizers_of_all_kinds(demo: Path, plain: Path, spm: Path) -> list[Tokenizer]:
     return [Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (demo, plain, spm)]
 
@@ -274,6 +285,18 @@ def test_many_at_once_are_as_one_by_one(chat: Path, texts: list[str]) -> None:
     assert codec.encode_many(rows) == [codec.encode(row) for row in rows]
 
 
+@given(parts=st.lists(st.sampled_from(["<mask>", " ", "\n", "cat", "<s>", "x"]), max_size=8))
+@settings(deadline=None)
+def test_special_tokens_that_swallow_spaces_do_so_in_both_ways(
+    swallowing: Path, parts: list[str]
+) -> None:
+    template = "".join(parts) + "{{ messages[0]['content'] }}" + "".join(reversed(parts))
+    codec = load(swallowing, chat_template=template)
+    text = codec._write([Message("user", "the cat")], False)
+    assert isinstance(text, str)
+    assert codec._encode_literal(text) == codec._encode_plain([text])[0]
+
+
 def test_bad_rows_do_not_touch_their_neighbours(chat: Path) -> None:
     codec = load(chat, 40)
     refused = RowError("null_prompt", "x")
@@ -379,6 +402,15 @@ def test_one_long_row_anywhere_costs_only_itself(demo: Path) -> None:
         assert found == [place]
 
 
+def test_a_giant_is_refused_without_tokenising_it(demo: Path) -> None:
+    codec = load(demo, 60)
+    limit = 60 * max(map(len, codec._backend.get_vocab()))
+    error = error_of(codec, prompt("word " * limit))
+    assert (error.kind, "more than 60 tokens" in error.message) == ("prompt_too_long", True)
+    spaces = load(demo, 60, use_chat_template=False).encode(prompt(" " * 60))
+    assert isinstance(spaces, Encoded), "the longest tokens are runs of spaces"
+
+
 @given(
     text=any_text.map(lambda text: text + "the cat sat " * 5),
     context=st.integers(20, 60),
@@ -421,11 +453,21 @@ def test_only_the_longest_turn_of_the_row_is_cut(demo: Path) -> None:
     assert error_of(codec, prompt(turns)).kind == "prompt_too_long"
 
 
-def test_cutting_ends_even_if_the_template_ignores_the_long_turn(plain: Path) -> None:
+def test_cutting_ends_soon_even_if_the_template_ignores_the_long_turn(
+    plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     template = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
     codec = load(plain, 5, on_long_prompt="truncate-left", chat_template=template)
+    write, tries = codec._write, []
+
+    def count(*arguments: Any) -> str | RowError:
+        tries.append(arguments)
+        return write(*arguments)
+
+    monkeypatch.setattr(codec, "_write", count)
     turns = talk(("assistant", "q" * 50_000), ("user", "q" * 9))
     assert error_of(codec, prompt(turns)).kind == "prompt_too_long"
+    assert len(tries) < 20
 
 
 # Decoding
