@@ -1,3 +1,5 @@
+"""Finding models: folders, the hub, the wheel; what a folder says of itself."""
+
 import hashlib
 import importlib.util
 import json

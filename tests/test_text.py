@@ -1,3 +1,5 @@
+"""Text to tokens and back: templates, special tokens, what does not fit, stop strings."""
+
 import codecs
 import functools
 from pathlib import Path
