@@ -35,9 +35,9 @@ __all__ = [
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, D]) -> [T, heads * D].
 
-The scale is D ** -0.5. Rows of a block see their request's context and their whole block; in a
-layer with a window (`DrafterConfig.windows`) a key is seen iff query position - key position <
-window.
+q, k and v are strided views, contiguous in D only. The scale is D ** -0.5. Rows of a block see
+their request's context and their whole block; in a layer with a window (`DrafterConfig.windows`) a
+key is seen iff query position - key position < window.
 """
 
 
