@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +19,12 @@ from adaflash_batch.shards.identity import check_ids
 from adaflash_batch.shards.inputs import resolve_inputs
 from adaflash_batch.shards.job_folder import JobFolder
 from adaflash_batch.shards.open_chunks import OpenChunks
+from adaflash_batch.shards.output import Output
 from adaflash_batch.shards.parquet import ShardInfo, inspect_shard
-from adaflash_batch.shards.reader import Chunk, read_chunks
-from adaflash_batch.shards.recovery import Committed, committed
-from adaflash_batch.shards.schema import OutputRow, build_table, output_schema
-from adaflash_batch.shards.writer import (
-    Totals,
-    make_footer,
-    part_name,
-    prepare_output,
-    write_part,
-)
+from adaflash_batch.shards.reader import read_chunks
+from adaflash_batch.shards.recovery import committed
+from adaflash_batch.shards.schema import OutputRow, output_schema
+from adaflash_batch.shards.writer import prepare_output
 from adaflash_batch.spec import JobSpec
 from adaflash_batch.stats import SpeculationCounts
 from adaflash_batch.text import Encoded, TextCodec
@@ -74,10 +70,19 @@ def run_job(spec: JobSpec, *, reporter: Reporter) -> Summary:
     done = committed(path, fingerprint, infos, spec.output.chunk_rows, filesystem)
     for note in done.notes:
         reporter.note(note)
-    output = _Output(filesystem, path, spec, infos, fingerprint, done)
+    output = Output(
+        filesystem,
+        path,
+        prefix=spec.output.prefix,
+        infos=infos,
+        fingerprint=fingerprint,
+        done=done,
+    )
     run = _Run(spec, infos, content, model, output, reporter)
     if output.num_rows_left > 0:
         run.decode()
+    else:
+        reporter.note(f"nothing to do: all {output.num_rows} rows are in {spec.output.directory}")
     summary = _summarise(spec, run, output, time.monotonic() - began)
     folder.write_summary(summary.as_dict())
     return summary
@@ -106,62 +111,18 @@ def _text_facts(
 ) -> dict[str, object]:
     """Everything that changes a text or its place in the output."""
     facts = spec.text_fields()
-    # The same files may be named in another way: what counts is what they hold.
-    del facts["input.paths"]
+    # The same may be named in another way: what counts is what files, columns and weights hold.
+    named_only = ["input.paths", "input.prompt_column", "input.messages_column"]
+    if not spec.model.trust_remote_code:  # of a model's own code its name is all that is known
+        named_only += ["model.name", "model.revision"]
+    for key in named_only:
+        del facts[key]
     return {
         **facts,
         "inputs": {info.shard.name: info.digest for info in infos},
         "content": {"column": content.name, "kind": content.kind},
         "model": models.model_identity(model),
     }
-
-
-class _Output:
-    """The output directory: what is there, and how a chunk is added."""
-
-    def __init__(
-        self,
-        filesystem: Any,
-        path: str,
-        spec: JobSpec,
-        infos: list[ShardInfo],
-        fingerprint: str,
-        done: Committed,
-    ) -> None:
-        self._filesystem = filesystem
-        self._path = path
-        self._prefix = spec.output.prefix
-        self._infos = infos
-        self._fingerprint = fingerprint
-        self._done = done
-        self.resumed_rows = done.totals.num_rows
-        self.num_rows = sum(info.num_rows for info in infos)
-        self.totals: Totals = done.totals
-        self.num_parts = 0
-
-    @property
-    def num_rows_left(self) -> int:
-        """Input rows that no committed part holds."""
-        return self.num_rows - self.totals.num_rows
-
-    def is_done(self, shard: int, chunk: int) -> bool:
-        """Whether an earlier run committed the chunk."""
-        return self._done.is_done(shard, chunk)
-
-    def commit(self, chunk: Chunk, rows: dict[RowKey, OutputRow]) -> None:
-        """Write the part of a whole chunk."""
-        schema = output_schema(chunk.table.schema, self._prefix)
-        footer = make_footer(
-            chunk,
-            rows.values(),
-            fingerprint=self._fingerprint,
-            shard_digest=self._infos[chunk.shard.index].digest,
-        )
-        name = part_name(chunk.shard.index, chunk.index)
-        table = build_table(chunk, rows, schema)
-        write_part(self._path, name, table, footer, self._filesystem)
-        self.totals += footer.totals
-        self.num_parts += 1
 
 
 class _Run:
@@ -173,7 +134,7 @@ class _Run:
         infos: list[ShardInfo],
         content: ContentColumn,
         model: Path,
-        output: _Output,
+        output: Output,
         reporter: Reporter,
     ) -> None:
         self._spec = spec
@@ -245,7 +206,10 @@ class _Run:
             trust_remote_code=spec.model.trust_remote_code,
         )
         self._codec.check_content(self._content.kind)
-        decoder.end_token_ids = self._end_ids = self._codec.end_token_ids(self._defaults)
+        ends = self._codec.end_token_ids(self._defaults)
+        # A tokenizer may know of tokens that the model has no logits for.
+        self._end_ids = frozenset(token for token in ends if token < decoder.vocab_size)
+        decoder.end_token_ids = self._end_ids
         _check_token_ids(self._sampling, decoder.vocab_size)
         self._decoder = decoder
 
@@ -284,7 +248,7 @@ class _Run:
                         yield from self._requests_of(prompt, encoded)
 
     def _requests_of(self, prompt: Prompt, encoded: Encoded | RowError) -> Iterator[Request]:
-        if isinstance(encoded, Encoded) and (error := self._bad_token_id(prompt)):
+        if isinstance(encoded, Encoded) and (error := self._bad_token_id(prompt, encoded)):
             encoded = error
         if isinstance(encoded, RowError):
             self._chunks.refuse(prompt, encoded)
@@ -301,9 +265,14 @@ class _Run:
                 truncated_tokens=encoded.truncated_tokens,
             )
 
-    def _bad_token_id(self, prompt: Prompt) -> RowError | None:
+    def _bad_token_id(self, prompt: Prompt, encoded: Encoded) -> RowError | None:
+        vocab_size = self._decoder.vocab_size
+        highest = max(encoded.token_ids)
+        if highest >= vocab_size:
+            message = f"the tokenizer makes it token {highest}, the model's vocabulary has "
+            return RowError("unknown_token", f"{message}{vocab_size}")
         try:
-            _check_token_ids(prompt.sampling, self._decoder.vocab_size)
+            _check_token_ids(prompt.sampling, vocab_size)
         except ConfigError as error:
             return RowError("bad_sampling", error.message)
         return None
@@ -311,10 +280,9 @@ class _Run:
     def _refill(self, requests: Iterator[Request]) -> bool:
         """Keep as many waiting as run at once; whether anything was added."""
         added = False
-        while self._decoder.num_waiting < self._spec.engine.concurrency:
-            request = next(requests, None)
-            if request is None:
-                break
+        # Counted beforehand: requests that the decoder refuses never wait, and would all come in.
+        room = self._spec.engine.concurrency - self._decoder.num_waiting
+        for request in islice(requests, max(room, 0)):
             self._decoder.add(request)
             self.prompt_tokens += len(request.token_ids)
             added = True
@@ -369,7 +337,7 @@ def _check_token_ids(sampling: Sampling, vocab_size: int) -> None:
         raise ConfigError(f"token id {wrong} is not in the model's vocabulary of {vocab_size}")
 
 
-def _summarise(spec: JobSpec, run: _Run, output: _Output, wall_s: float) -> Summary:
+def _summarise(spec: JobSpec, run: _Run, output: Output, wall_s: float) -> Summary:
     totals = output.totals
     speed = run.output_tokens / run.decode_s if run.decode_s > 0 else None
     fields: dict[str, object] = {

@@ -58,6 +58,13 @@ def tiny_model(architecture: str, seed: int = 0) -> Any:
     return model.eval()
 
 
+def tiny_llama(seed: int, **fields: Any) -> Any:
+    """The same with other settings."""
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(**(_LLAMA | fields), initializer_range=0.4)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
 @dataclass(slots=True)
 class ScriptedDrafter:
     """Drafts what `propose(key, position)` says; K - 1 tokens from position + 1 on."""

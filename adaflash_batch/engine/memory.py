@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 _SHARE = 0.4
 _CGROUP = Path("/sys/fs/cgroup")
+_PROC = Path("/proc")
 
 
 def kv_budget(device: torch.device) -> int:
@@ -19,25 +22,58 @@ def kv_budget(device: torch.device) -> int:
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take: the machine's, or the container's if that is less."""
-    free = _machine_free()
-    limit = _read_number(_CGROUP / "memory.max")
-    used = _read_number(_CGROUP / "memory.current")
-    return free if limit is None or used is None else min(free, max(limit - used, 0))
+    """Bytes that this process may still take: the machine's, or its control groups' if less."""
+    return min([_machine_free(), *(_group_free(group) for group in _groups())])
 
 
 def _machine_free() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
+    available = _field(_PROC / "meminfo", "MemAvailable:")
+    if available is None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return available * 1024
 
 
-def _read_number(path: Path) -> int | None:
+def _groups() -> Iterator[Path]:
+    """The process's control group (version 2) and those around it: a limit may be on any."""
+    yield _CGROUP  # in a container, its own
+    path = _CGROUP
+    for name in _own_group().split("/"):
+        if name not in ("", ".."):  # ".." is outside of what the container sees
+            path /= name
+            yield path
+
+
+def _own_group() -> str:
+    with suppress(OSError):
+        for line in (_PROC / "self" / "cgroup").read_text(encoding="utf-8").splitlines():
+            if line.startswith("0::"):
+                return line.removeprefix("0::")
+    return ""
+
+
+def _group_free(group: Path) -> int:
+    """Bytes below the group's limit; more than any machine has where there is none."""
+    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
+    if limit is None or used is None:
+        return 2**63
+    # Pages of files read once count as used, and are given up as soon as somebody needs them.
+    reclaimable = _field(group / "memory.stat", "inactive_file") or 0
+    return max(limit - used + reclaimable, 0)
+
+
+def _number(path: Path) -> int | None:
     try:
         text = path.read_text(encoding="ascii").strip()
     except OSError:
         return None
     return int(text) if text.isdigit() else None  # "max" is no limit
+
+
+def _field(path: Path, name: str) -> int | None:
+    """The number behind a name in a file of such lines."""
+    with suppress(OSError):
+        for line in path.read_text(encoding="ascii").splitlines():
+            words = line.split()
+            if words[:1] == [name]:
+                return int(words[1])
+    return None

@@ -12,8 +12,9 @@ import pyarrow as pa
 from pyarrow import fs
 
 from adaflash_batch.errors import AdaflashError, ConfigError
-from adaflash_batch.shards.locations import is_local, stat
+from adaflash_batch.shards.locations import is_local, list_directory, stat
 from adaflash_batch.shards.recovery import differences, fingerprint
+from adaflash_batch.shards.writer import PART_NAME
 
 FOLDER = "_adaflash"
 JOB = "job.json"
@@ -30,25 +31,30 @@ class JobFolder:
 
     def __init__(self, filesystem: Any, output: str) -> None:
         self._filesystem = filesystem
+        self._output = output
         self._path = f"{output}/{FOLDER}"
 
     def claim(self, text_facts: Mapping[str, object], spec: Mapping[str, object]) -> str:
         """Make the output directory this job's, or find that it is already; its fingerprint.
+
+        Until the first part is there, it belongs to whoever comes last: a mistake that shows only
+        once the model is loaded can be mended where it was made.
 
         Args:
             text_facts: everything that changes a text or its place, as JSON values.
             spec: the resolved job, for people.
 
         Raises:
-            ConfigError: another job began here; the message lists the differences.
+            ConfigError: parts of another job are here; the message lists the differences.
         """
         before = self._read(JOB)
-        if before is not None:
+        if before is not None and self._has_parts():
             changed = differences(before.get("text_facts", {}), text_facts)
             if changed:
                 lines = "\n  ".join(changed)
                 raise ConfigError(
-                    f"the output directory holds another job's rows; it differs in\n  {lines}",
+                    f"the output directory {self._output} holds another job's rows; "
+                    f"it differs in\n  {lines}",
                     "run the job as it was begun, or name another directory with --out",
                 )
         mark = fingerprint(text_facts)
@@ -58,6 +64,10 @@ class JobFolder:
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Replace summary.json."""
         self._write(SUMMARY, summary)
+
+    def _has_parts(self) -> bool:
+        found = list_directory(self._filesystem, self._output)
+        return any(PART_NAME.fullmatch(info.base_name) for info in found)
 
     def _read(self, name: str) -> dict[str, Any] | None:
         path = f"{self._path}/{name}"

@@ -1,0 +1,77 @@
+"""The output directory: what is there, and how a chunk is added."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from adaflash_batch.request import RowKey
+from adaflash_batch.shards.parquet import ShardInfo
+from adaflash_batch.shards.reader import Chunk
+from adaflash_batch.shards.recovery import Committed
+from adaflash_batch.shards.schema import OutputRow, build_table, output_schema
+from adaflash_batch.shards.writer import Totals, make_footer, part_name, write_part
+
+
+class Output:
+    """The parts of one job.
+
+    Args:
+        filesystem: of the output directory.
+        path: the directory's path there.
+        prefix: put before the names of our columns.
+        infos: the input files.
+        fingerprint: of the job.
+        done: the parts that are there already.
+
+    Attributes:
+        num_rows: input rows of the whole job.
+        resumed_rows: those that were committed before.
+        totals: sums over all parts.
+        num_parts: parts written by this process.
+    """
+
+    def __init__(
+        self,
+        filesystem: Any,
+        path: str,
+        *,
+        prefix: str,
+        infos: Sequence[ShardInfo],
+        fingerprint: str,
+        done: Committed,
+    ) -> None:
+        self._filesystem = filesystem
+        self._path = path
+        self._prefix = prefix
+        self._infos = infos
+        self._fingerprint = fingerprint
+        self._done = done
+        self.num_rows = sum(info.num_rows for info in infos)
+        self.resumed_rows = done.totals.num_rows
+        self.totals: Totals = done.totals
+        self.num_parts = 0
+
+    @property
+    def num_rows_left(self) -> int:
+        """Input rows that no part holds."""
+        return self.num_rows - self.totals.num_rows
+
+    def is_done(self, shard: int, chunk: int) -> bool:
+        """Whether an earlier run committed the chunk."""
+        return self._done.is_done(shard, chunk)
+
+    def commit(self, chunk: Chunk, rows: Mapping[RowKey, OutputRow]) -> None:
+        """Write the part of a whole chunk."""
+        schema = output_schema(chunk.table.schema, self._prefix)
+        footer = make_footer(
+            chunk,
+            rows.values(),
+            fingerprint=self._fingerprint,
+            shard_digest=self._infos[chunk.shard.index].digest,
+        )
+        name = part_name(chunk.shard.index, chunk.index)
+        table = build_table(chunk, rows, schema)
+        write_part(self._path, name, table, footer, self._filesystem)
+        self.totals += footer.totals
+        self.num_parts += 1
