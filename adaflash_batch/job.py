@@ -217,8 +217,9 @@ class _Run:
         spec, output = self._spec, self._output
         drafter = spec.speculation.drafter
         resumed = f", {output.resumed_rows} of them done before" if output.resumed_rows else ""
+        files = "1 file" if len(self._infos) == 1 else f"{len(self._infos)} files"
         return [
-            f"{output.num_rows} rows in {len(self._infos)} files{resumed}, "
+            f"{output.num_rows} rows in {files}{resumed}, "
             f"prompts from column {self._content.name!r}",
             f"model {spec.model.name} ({self._decoder.describe()})",
             f"drafter {drafter}" if drafter else "no drafter: plain decoding",

@@ -1,5 +1,6 @@
 """A job from Parquet to Parquet: what it leaves, how it goes on, when it refuses to."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from folders import (
 
 from adaflash_batch import job
 from adaflash_batch.engine import assembly
-from adaflash_batch.errors import ConfigError, InputError
+from adaflash_batch.errors import AdaflashError, ConfigError, InputError
 from adaflash_batch.shards.footer import PartFooter
 from adaflash_batch.shards.open_chunks import OpenChunks
 from adaflash_batch.shards.reader import Chunk
@@ -287,6 +288,29 @@ def test_a_damaged_part_is_done_again(tmp_path: Path, model: Path, shards: list[
     assert run(shards, model, out, listener=listener).fields["parts_written"] == 1
     assert read_rows(out) == rows
     assert any(f"{part} is not whole" in line for line in listener.lines)
+
+
+def test_a_full_disk_harms_nothing_that_is_committed(
+    tmp_path: Path, model: Path, shards: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"output.chunk_rows": 2}
+    out = tmp_path / "out"
+    written = pq.write_table
+
+    def fill_up(*arguments: Any, **named: Any) -> None:
+        if len(parts(out)) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written(*arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pq, "write_table", fill_up)
+        with pytest.raises(AdaflashError, match="no space left"):
+            run(shards, model, out, keys)
+    assert len(parts(out)) == 3
+    assert not list(out.glob(".*"))
+    run(shards, model, out, keys)
+    run(shards, model, tmp_path / "whole", keys)
+    assert read_rows(out) == read_rows(tmp_path / "whole")
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,12 +67,13 @@ def build_decoder(plan: DecoderPlan, *, notify: Callable[[str], None]) -> Decode
     """
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
-    target = Target.load(
-        plan.folder,
-        plan.name,
-        dtype=_DTYPES[plan.dtype],
-        trust_remote_code=plan.trust_remote_code,
-    )
+    with _no_progress_bars():
+        target = Target.load(
+            plan.folder,
+            plan.name,
+            dtype=_DTYPES[plan.dtype],
+            trust_remote_code=plan.trust_remote_code,
+        )
     slow = target.attention_note()
     if slow is not None:
         notify(f"attention runs in its slow form: {slow}")
@@ -85,6 +87,20 @@ def build_decoder(plan: DecoderPlan, *, notify: Callable[[str], None]) -> Decode
         kv_tokens=_kv_tokens(plan, target, net),
         context=_context(plan, target),
     )
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """transformers draws one while it loads, on the stream where our own progress goes."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
 
 
 def _load_net(folder: Path, target: Target, tokenizer_digest: str | None) -> DFlash:
