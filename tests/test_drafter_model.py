@@ -17,8 +17,8 @@ from adaflash_batch.drafter.model import (
     DrafterConfig,
     build_target_layer_ids,
     initialise,
-    reference_block,
 )
+from adaflash_batch.drafter.reference import reference_block
 from adaflash_batch.errors import ConfigError
 
 TINY = DrafterConfig(

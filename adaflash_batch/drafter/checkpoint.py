@@ -1,4 +1,4 @@
-"""Drafter checkpoints in DFlash's format: `config.json` and safetensors.
+"""Drafter checkpoints as their authors publish them: `config.json` and safetensors.
 
 load(folder, target, dtype=...)  the drafter, or a ConfigError that names both sides
 save(model, folder, extra)       a folder that other engines load too; whole or not at all
@@ -22,7 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from adaflash_batch.drafter.config import DrafterConfig
-from adaflash_batch.drafter.layout import Fields, parse, render
+from adaflash_batch.drafter.fields import Fields
+from adaflash_batch.drafter.layout import parse, render
+from adaflash_batch.drafter.members import WITH_TARGET_COPIES
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.errors import ConfigError
 
@@ -37,6 +39,7 @@ _HEADS = {
     "use_prob_head": "prob_head.",
 }
 _HEAD_PREFIXES = ("thresh_head", "prob_head")
+_TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +65,14 @@ class TargetFacts:
 def load(folder: str | Path, target: TargetFacts, *, dtype: torch.dtype) -> DFlash:
     """The drafter in a folder, on the CPU, its weights in `dtype`.
 
-    Raises ConfigError for a folder that is not a whole DFlash v1 checkpoint in safetensors, and for
-    a drafter that was made for another target; the message names both sides.
+    Raises ConfigError for a folder that is not a whole checkpoint in safetensors in one of the
+    layouts of `members`, and for a drafter that was made for another target; the message names both
+    sides.
     """
     folder = Path(folder)
     fields = Fields(_read_json(folder / CONFIG), str(folder))
     _check_target(fields, target)
-    config = parse(fields)
+    config = parse(fields, target.num_hidden_layers)
     tensors = _read_tensors(folder, fields)
     with torch.device("meta"):
         model = DFlash(config)
@@ -183,13 +187,25 @@ def _mismatch(fields: Fields, target: TargetFacts, problem: str, theirs: object)
 
 def _read_tensors(folder: Path, fields: Fields) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
+    copies = _TARGET_COPIES if fields.raw["architectures"][0] in WITH_TARGET_COPIES else ()
     for path in _weight_files(folder, fields):
         try:
             with safe_open(path, framework="pt") as file:
-                tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+                for name in file.keys():  # noqa: SIM118
+                    if name in copies:
+                        _check_copy(fields, name, file.get_slice(name).get_shape())
+                    else:
+                        tensors[name] = file.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise fields.refuse(f"{path.name} is not a whole safetensors file: {error}") from error
     return tensors
+
+
+def _check_copy(fields: Fields, name: str, shape: list[int]) -> None:
+    """The target's own matrices serve, so their copies (half of the file) are not even read."""
+    wanted = [fields.integer("vocab_size"), fields.integer("hidden_size")]
+    if shape != wanted:
+        raise fields.refuse(f"{name} is {shape}, config.json makes it {wanted}")
 
 
 def _weight_files(folder: Path, fields: Fields) -> list[Path]:

@@ -1,26 +1,34 @@
-"""The shape of a DFlash drafter, checked for contradictions."""
+"""The shape of a drafter of DFlash's family, checked for contradictions."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from adaflash_batch.errors import ConfigError
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+Member = Literal["DFlash", "DSpark", "DFlash 2"]
+
 
 @dataclass(frozen=True, slots=True)
 class DrafterConfig:
-    """Shape of a DFlash drafter. Raises ConfigError for values that contradict each other.
+    """Shape of a drafter. Raises ConfigError for values that contradict each other.
+
+    One class for the whole family, told apart by `member`: DSpark drafts from the anchor slot on,
+    DFlash 2 has the convolutions and the selector, DFlash neither.
 
     Attributes:
         hidden_size: of the drafter and, since it uses the target's embedding, of the target.
         rope_theta: base of the rotary frequencies (rope type "default").
         vocab_size: of the target.
-        block_size: rows of a block. It counts the anchor: block_size - 1 tokens are drafted.
+        block_size: rows of a block, the anchor's included.
         mask_token_id: the token whose embedding stands at the places to fill.
         target_layer_ids: 0-based target layers whose outputs are the features, strictly increasing.
             Never the last one: transformers returns its output normed, hooks see it raw.
@@ -28,6 +36,21 @@ class DrafterConfig:
         layer_types: `full_attention` or `sliding_attention` for each layer; () is all full.
         sliding_window: window of the sliding layers, None when there are none.
         max_position_embeddings: what other engines size their tables by; no limit here.
+        from_anchor: whether slot j drafts the token at anchor + 1 + j (DSpark: block_size drafts),
+            instead of slots 1, 2, ... that at anchor + 1, + 2, ... (block_size - 1 drafts).
+        markov_rank: r of DSpark's Markov head, 0 without.
+        markov_head_type: one of MARKOV_HEADS; says nothing without a Markov head.
+        enable_confidence_head: whether DSpark's confidence head is there.
+        confidence_head_with_markov: whether it reads the previous token's Markov embedding too.
+        confidence_temperatures: of the confidence head's logits, one a draft; () is 1 for all.
+        conv_kernel_size: taps of DFlash 2's convolutions, 0 without.
+        conv_group_size: neighbouring channels that share their dynamic coefficients.
+        selector_rank: of DFlash 2's codebooks.
+        selector_top_k: candidates a slot that the selector chooses from.
+        output_multiplier: factor of the head's logits, before the soft cap.
+        final_logit_softcapping: logits become cap * tanh(logits / cap); None is off.
+        input_embedding_scale: factor of the target's embedding rows.
+        has_causal_windows: whether rows of sliding layers see no later row of their block.
     """
 
     hidden_size: int
@@ -46,6 +69,20 @@ class DrafterConfig:
     layer_types: tuple[str, ...] = ()
     sliding_window: int | None = None
     max_position_embeddings: int = 32768
+    from_anchor: bool = False
+    markov_rank: int = 0
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = False
+    confidence_head_with_markov: bool = False
+    confidence_temperatures: tuple[float, ...] = ()
+    conv_kernel_size: int = 0
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+    input_embedding_scale: float = 1.0
+    has_causal_windows: bool = False
 
     def __post_init__(self) -> None:
         if not self.layer_types:
@@ -55,9 +92,31 @@ class DrafterConfig:
                 raise ConfigError(f"drafter: {problem}")
 
     @property
+    def member(self) -> Member:
+        """Which of the family it is, and so in which layout it is stored."""
+        if self.from_anchor:
+            return "DSpark"
+        return "DFlash 2" if self.conv_kernel_size else "DFlash"
+
+    @property
+    def first_slot(self) -> int:
+        """The first row of a block that drafts a token."""
+        return 0 if self.from_anchor else 1
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens drafted by one block."""
+        return self.block_size - self.first_slot
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer, None where attention is full."""
         return tuple(self.sliding_window if kind == SLIDING else None for kind in self.layer_types)
+
+    @property
+    def causal(self) -> tuple[bool, ...]:
+        """For each layer whether a row sees no later row of its block."""
+        return tuple(self.has_causal_windows and kind == SLIDING for kind in self.layer_types)
 
     @property
     def num_features(self) -> int:
@@ -70,6 +129,9 @@ def _rules(config: DrafterConfig) -> Iterator[tuple[bool, str]]:
     yield from _size_rules(config)
     yield from _block_rules(config)
     yield from _layer_type_rules(config)
+    yield from _markov_rules(config)
+    yield from _dflash2_rules(config)
+    yield from _scale_rules(config)
 
 
 def _size_rules(c: DrafterConfig) -> Iterator[tuple[bool, str]]:
@@ -90,8 +152,9 @@ def _size_rules(c: DrafterConfig) -> Iterator[tuple[bool, str]]:
 
 def _block_rules(c: DrafterConfig) -> Iterator[tuple[bool, str]]:
     yield (
-        c.block_size >= 2,
-        f"block_size is {c.block_size}; it counts the anchor, so it must be 2 or more",
+        c.num_drafts >= 1,
+        f"block_size is {c.block_size}; it counts the anchor, so it must be "
+        f"{1 + c.first_slot} or more",
     )
     yield (
         0 <= c.mask_token_id < c.vocab_size,
@@ -121,6 +184,71 @@ def _layer_type_rules(c: DrafterConfig) -> Iterator[tuple[bool, str]]:
     yield (
         SLIDING not in kinds or (c.sliding_window or 0) > 0,
         f"layer_types has {SLIDING}, sliding_window is {c.sliding_window}",
+    )
+
+
+def _markov_rules(c: DrafterConfig) -> Iterator[tuple[bool, str]]:
+    yield c.markov_rank >= 0, f"markov_rank is {c.markov_rank}, it must be 0 or more"
+    yield (
+        c.markov_head_type in MARKOV_HEADS,
+        f"markov_head_type is {c.markov_head_type!r}, known are {', '.join(MARKOV_HEADS)}",
+    )
+    yield (
+        c.from_anchor or not (c.markov_rank or c.enable_confidence_head),
+        "a Markov or confidence head belongs to DSpark, whose anchor slot drafts too",
+    )
+    yield (
+        not c.confidence_head_with_markov or (c.enable_confidence_head and c.markov_rank > 0),
+        "confidence_head_with_markov is on without a confidence head and a Markov head",
+    )
+    temperatures = list(c.confidence_temperatures)
+    yield (
+        not temperatures or (c.enable_confidence_head and len(temperatures) == c.num_drafts),
+        f"confidence_temperatures has {len(temperatures)} values; it takes a confidence head and "
+        f"one for each of the {c.num_drafts} drafts",
+    )
+    yield (
+        all(temperature > 0 for temperature in temperatures),
+        f"confidence_temperatures {temperatures} must be above 0",
+    )
+
+
+def _dflash2_rules(c: DrafterConfig) -> Iterator[tuple[bool, str]]:
+    names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    parts = {name: getattr(c, name) for name in names}
+    yield (
+        all(part > 0 for part in parts.values()) or not any(parts.values()),
+        f"DFlash 2 has all of its parts or none: {parts}",
+    )
+    if not c.conv_kernel_size:
+        yield not c.has_causal_windows, "only DFlash 2 has causal sliding layers"
+        return
+    yield not c.from_anchor, "a drafter is DSpark or DFlash 2, not both: the anchor slot drafts"
+    yield (
+        c.conv_kernel_size <= c.block_size,
+        f"conv_kernel_size {c.conv_kernel_size} is longer than the block of {c.block_size}",
+    )
+    yield (
+        c.hidden_size % c.conv_group_size == 0,
+        f"conv_group_size {c.conv_group_size} does not divide hidden_size {c.hidden_size}",
+    )
+    yield (
+        c.selector_top_k <= c.vocab_size,
+        f"selector_top_k {c.selector_top_k} is above the vocabulary of {c.vocab_size}",
+    )
+
+
+def _scale_rules(c: DrafterConfig) -> Iterator[tuple[bool, str]]:
+    scales = {
+        "output_multiplier": c.output_multiplier,
+        "input_embedding_scale": c.input_embedding_scale,
+        "final_logit_softcapping": c.final_logit_softcapping,
+    }
+    for name, value in scales.items():
+        yield value is None or 0 < value < math.inf, f"{name} is {value}, it must be above 0"
+    yield (
+        not c.from_anchor or (*scales.values(),) == (1.0, 1.0, None),
+        f"DSpark knows no scales of logits and embeddings: {scales}",
     )
 
 

@@ -1,122 +1,59 @@
-"""config.json of a DFlash checkpoint, read into a DrafterConfig and written from one.
+"""config.json of a drafter, read into a DrafterConfig and written from one.
 
-What would draft differently under the same tensor names is refused by name: read as DFlash it gives
+What would draft differently under the same tensor names is refused by name: read wrongly it gives
 the right text at no acceptance, which nobody notices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from adaflash_batch.drafter.config import FULL, SLIDING, DrafterConfig
+from adaflash_batch.drafter import members
+from adaflash_batch.drafter.config import FULL, SLIDING, DrafterConfig, Member
+from adaflash_batch.drafter.fields import Fields
 from adaflash_batch.errors import ConfigError
 
-ARCHITECTURE = "DFlashDraftModel"
-
-_OTHER_ARCHITECTURES = {
-    "DSparkDraftModel": "DSpark",
-    "Qwen3DSparkModel": "DSpark",
-    "DFlash2DraftModel": "DFlash 2",
-}
-_OTHER_FIELDS = {
-    "markov_rank": "DSpark",
-    "markov_head_type": "DSpark",
-    "enable_confidence_head": "DSpark",
-    "conv_kernel_size": "DFlash 2",
-    "selector_rank": "DFlash 2",
-}
 _ONE_VALUE: Mapping[str, tuple[Any, ...]] = {
     "model_type": ("qwen3",),
     "attention_bias": (False,),
     "hidden_act": ("silu",),
     "is_causal": (False,),
-    "input_embedding_scale": (1,),
     "partial_rotary_factor": (1,),
     "quantization_config": (),
     "quantization": (),
-    "speculators_model_type": (),
+    "attention_mode": ("gqa",),
 }
 """Fields whose other values change what is computed, with the values that this version computes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fields:
-    """config.json with its two places for DFlash's own fields: top level and `dflash_config`.
+def parse(fields: Fields, num_target_layers: int) -> DrafterConfig:
+    """The drafter's shape. Raises ConfigError for layouts that this version does not read.
 
-    Attributes:
-        raw: the parsed file.
-        where: the folder, for messages.
+    Args:
+        fields: of config.json.
+        num_target_layers: of the target that it is to serve; not every layout says it.
     """
-
-    raw: Mapping[str, Any]
-    where: str
-
-    def refuse(self, problem: str, hint: str | None = None) -> ConfigError:
-        """The error to raise."""
-        return ConfigError(f"drafter {self.where}: {problem}", hint)
-
-    def get(self, name: str) -> Any:
-        """The field's value or None. Raises ConfigError when the two places differ."""
-        nested = self.raw.get("dflash_config")
-        if nested is not None and not isinstance(nested, Mapping):
-            raise self.refuse(f"dflash_config in config.json is {nested!r}, not an object")
-        inner, outer = (nested or {}).get(name), self.raw.get(name)
-        if inner is not None and outer is not None and inner != outer:
-            raise self.refuse(
-                f"{name} is {outer!r} at the top of config.json and {inner!r} in dflash_config"
-            )
-        return outer if inner is None else inner
-
-    def integer(self, name: str) -> int:
-        """A field that must be there and be a whole number."""
-        value = self._present(name)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.refuse(f"{name} in config.json is {value!r}, not a whole number")
-        return value
-
-    def number(self, name: str) -> float:
-        """A field that must be there and be a number."""
-        value = self._present(name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.refuse(f"{name} in config.json is {value!r}, not a number")
-        return float(value)
-
-    def integers(self, name: str) -> tuple[int, ...]:
-        """A field that must be there and be a list of whole numbers."""
-        value = self._present(name)
-        if not isinstance(value, list) or any(type(item) is not int for item in value):
-            raise self.refuse(f"{name} in config.json is {value!r}, not a list of whole numbers")
-        return tuple(value)
-
-    def _present(self, name: str) -> Any:
-        value = self.get(name)
-        if value is None:
-            raise self.refuse(
-                f"config.json has no {name}", "It is never guessed: ask the drafter's authors"
-            )
-        return value
-
-
-def parse(fields: Fields) -> DrafterConfig:
-    """The drafter's shape. Raises ConfigError for layouts that this version does not read."""
-    _refuse_other_members(fields)
+    member = members.identify(fields)
     _refuse_other_values(fields)
-    layer_types, sliding_window = _attention_kinds(fields)
-    shape = {
+    layer_types, sliding_window = _attention_kinds(fields, member)
+    shape: dict[str, Any] = {
         name: fields.integer(name)
         for name in (
             *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
             *("num_key_value_heads", "head_dim", "vocab_size", "block_size", "mask_token_id"),
-            "num_target_layers",
         )
     }
-    if fields.get("max_position_embeddings") is not None:
-        shape["max_position_embeddings"] = fields.integer("max_position_embeddings")
+    shape["num_target_layers"] = num_target_layers
+    for name in ("max_position_embeddings", "num_target_layers"):
+        if fields.get(name) is not None:
+            shape[name] = fields.integer(name)
+    if SLIDING in layer_types and fields.get("is_causal") is None:
+        shape["has_causal_windows"] = True
     try:
         return DrafterConfig(
             **shape,
+            **members.read(fields, member),
             rms_norm_eps=fields.number("rms_norm_eps"),
             rope_theta=_rope_theta(fields),
             target_layer_ids=fields.integers("target_layer_ids"),
@@ -139,23 +76,20 @@ def render(config: DrafterConfig, dtype: str) -> dict[str, Any]:
         for name in (
             *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
             *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "vocab_size"),
-            *("block_size", "num_target_layers", "sliding_window", "max_position_embeddings"),
+            *("num_target_layers", "sliding_window", "max_position_embeddings"),
         )
     }
+    causal: dict[str, Any] = {} if config.has_causal_windows else {"is_causal": False}
     return {
-        "architectures": [ARCHITECTURE],
         "model_type": "qwen3",
         **same,
-        "dflash_config": {
-            "mask_token_id": config.mask_token_id,
-            "target_layer_ids": list(config.target_layer_ids),
-        },
+        **members.write(config),
+        **causal,
         "layer_types": list(config.layer_types),
         "use_sliding_window": SLIDING in config.layer_types,
         "max_window_layers": config.num_hidden_layers,
         # transformers 4 reads rope_theta, transformers 5 rope_parameters.
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "is_causal": False,
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -163,35 +97,6 @@ def render(config: DrafterConfig, dtype: str) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "dtype": dtype,
     }
-
-
-def _refuse_other_members(fields: Fields) -> None:
-    architectures = fields.get("architectures")
-    names = architectures if isinstance(architectures, list) else [architectures]
-    found = next((name for name in names if name in _OTHER_ARCHITECTURES), None)
-    if found:
-        raise _other_member(fields, _OTHER_ARCHITECTURES[found], f"architecture {found}")
-    for name, member in _OTHER_FIELDS.items():
-        value = fields.get(name)
-        if value:
-            raise _other_member(fields, member, f"{name} is {value!r}")
-    if fields.get("sample_from_anchor"):
-        raise _other_member(fields, "anchor-sampling (DSpark)", "sample_from_anchor is true")
-    if str(fields.get("projector_type")).lower() == "dspark":
-        raise _other_member(fields, "DSpark", "projector_type is dspark")
-    if names != [ARCHITECTURE]:
-        raise fields.refuse(
-            f"architectures in config.json is {architectures!r}, it must be [{ARCHITECTURE!r}]",
-            "Name the folder of a DFlash drafter, not that of a language model",
-        )
-
-
-def _other_member(fields: Fields, member: str, evidence: str) -> ConfigError:
-    return fields.refuse(
-        f"a {member} drafter ({evidence}); this version reads DFlash drafters only, and read as "
-        "DFlash its drafts would not be accepted",
-        f"Name a DFlash checkpoint (architecture {ARCHITECTURE}) or run without a drafter",
-    )
 
 
 def _refuse_other_values(fields: Fields) -> None:
@@ -208,7 +113,7 @@ def _refuse_other_values(fields: Fields) -> None:
         )
 
 
-def _attention_kinds(fields: Fields) -> tuple[tuple[str, ...], int | None]:
+def _attention_kinds(fields: Fields, member: Member) -> tuple[tuple[str, ...], int | None]:
     """(layer_types, sliding_window)."""
     kinds = fields.get("layer_types")
     if kinds is None and fields.get("use_sliding_window"):
@@ -219,8 +124,9 @@ def _attention_kinds(fields: Fields) -> tuple[tuple[str, ...], int | None]:
         raise fields.refuse(f"layer_types in config.json is {kinds!r}, not a list of names")
     if SLIDING not in kinds:
         return tuple(kinds), None
-    # Engines differ in what they take an absent is_causal for in a sliding layer.
-    if fields.get("is_causal") is None:
+    # DFlash 2's authors define an absent is_causal in a sliding layer as causal. For the others
+    # engines differ in what they take it for.
+    if fields.get("is_causal") is None and member != "DFlash 2":
         raise fields.refuse(
             f"layer_types has {SLIDING} and config.json has no is_causal",
             'Add "is_causal": false if its blocks were trained to see themselves both ways',

@@ -1,4 +1,4 @@
-"""The DFlash drafter: a few transformer layers that fill a block of tokens in one pass.
+"""The drafter: a few transformer layers that fill a block of tokens in one pass.
 
 DFlash, arXiv 2602.06036. The drafter reads the target's hidden states: every layer turns them
 into keys and values with the same projections that serve its own block.
@@ -9,12 +9,17 @@ into keys and values with the same projections that serve its own block.
                                                             itself, both ways
     logits  = target's lm_head(block output); slot i drafts the token at anchor + i
 
-T rows (block rows of all requests, one after another), C context tokens, H hidden, D head_dim.
+DSpark lets the anchor's slot draft too (slot j: the token at anchor + 1 + j) and adds a Markov head
+(markov.py); DFlash 2 adds convolutions (convolution.py) and a selector (selector.py).
+
+T rows (block rows of all requests, one after another), B blocks, N slots of a block that draft,
+C context tokens, H hidden, D head_dim, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -22,15 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adaflash_batch.drafter.config import DrafterConfig, build_target_layer_ids
+from adaflash_batch.drafter.convolution import BlockConvolution
+from adaflash_batch.drafter.markov import ConfidenceHead, MarkovHead
+from adaflash_batch.drafter.selector import CandidateSelector, best_candidates
 
-__all__ = [
-    "Attend",
-    "DFlash",
-    "DrafterConfig",
-    "build_target_layer_ids",
-    "initialise",
-    "reference_block",
-]
+__all__ = ["Attend", "DFlash", "DrafterConfig", "Head", "build_target_layer_ids", "initialise"]
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, D]) -> [T, heads * D].
@@ -39,6 +40,13 @@ q, k and v are strided views, contiguous in D only. The scale is D ** -0.5. Rows
 their request's context and their whole block; in a layer with a window (`DrafterConfig.windows`) a
 key is seen iff query position - key position < window.
 """
+
+
+Head = Callable[[Tensor], Tensor]
+"""The target's lm_head: [.., H] to [.., V]."""
+
+Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""`Attend` of one layer."""
 
 
 def _pack(linears: Sequence[nn.Linear]) -> Tensor:
@@ -136,10 +144,36 @@ class _MLP(nn.Module):
 class _Layer(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
+        self.block_size = config.block_size
         self.self_attn = _Attention(config)
         self.mlp = _MLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention_conv = _convolution(config)
+        self.mlp_conv = _convolution(config)
+
+    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], attend: Mix) -> Tensor:
+        def attention(x: Tensor) -> Tensor:
+            attended = attend(*self.self_attn.qkv(x, *rotation))
+            return F.linear(attended, self.self_attn.o_proj.weight)
+
+        x = self.input_layernorm(hidden)
+        hidden = hidden + self._around(self.attention_conv, attention, x)
+        x = self.post_attention_layernorm(hidden)
+        return hidden + self._around(self.mlp_conv, self.mlp, x)
+
+    def _around(
+        self, convolution: BlockConvolution | None, sublayer: Callable[[Tensor], Tensor], x: Tensor
+    ) -> Tensor:
+        if convolution is None:
+            return sublayer(x)
+        return convolution.around(sublayer, x, self.block_size)
+
+
+def _convolution(config: DrafterConfig) -> BlockConvolution | None:
+    if not config.conv_kernel_size:
+        return None
+    return BlockConvolution(config.hidden_size, config.conv_kernel_size, config.conv_group_size)
 
 
 class DFlash(nn.Module):
@@ -156,6 +190,9 @@ class DFlash(nn.Module):
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.markov_head = _markov_head(config)
+        self.confidence_head = _confidence_head(config)
+        self.candidate_selector = _candidate_selector(config)
         # No buffer: `.to(bfloat16)` would round the frequencies. Always made on the CPU, also when
         # the weights are made on the meta device.
         exponents = torch.arange(0, config.head_dim, 2, device="cpu").float() / config.head_dim
@@ -195,97 +232,109 @@ class DFlash(nn.Module):
     def block(self, embeddings: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """[T, H], ready for lm_head, of block rows: target embeddings [T, H] of anchors and masks.
 
+        T is whole blocks of `config.block_size` rows.
         cos and sin: `rotary` of the absolute positions of the rows.
         """
         rotation = _rotation(cos, sin, embeddings.dtype)
-        hidden = embeddings
+        scale = self.config.input_embedding_scale
+        hidden = embeddings if scale == 1 else embeddings * scale
         for index, layer in enumerate(self._layers()):
-            q, k, v = layer.self_attn.qkv(layer.input_layernorm(hidden), *rotation)
-            attended = attend(index, q, k, v)
-            hidden = hidden + F.linear(attended, layer.self_attn.o_proj.weight)
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            hidden = layer(hidden, rotation, partial(attend, index))
         return cast(Tensor, self.norm(hidden))
+
+    def drafting_rows(self, hidden: Tensor) -> Tensor:
+        """[B, N, H], of the slots that draft, of `block`'s output [T, H]."""
+        blocks = hidden.view(-1, self.config.block_size, hidden.shape[-1])
+        return blocks[:, self.config.first_slot :]
+
+    def propose(self, hidden: Tensor, anchors: Tensor, head: Head) -> Tensor:
+        """Draft ids [B, num_drafts]: draft i of a block stands at its anchor + 1 + i.
+
+        Deterministic: the argmax of each slot; with a Markov head the argmax given the draft
+        before; with a selector its greedy walk.
+
+        Args:
+            hidden: [T, H], from `block`.
+            anchors: ids [B].
+            head: the target's lm_head, [rows, H] to [rows, V].
+        """
+        rows = self.drafting_rows(hidden)
+        logits = head(rows.flatten(0, 1)).view(*rows.shape[:2], -1)
+        if self.markov_head is not None:
+            return self.markov_head.walk(rows, logits, anchors)
+        if self.candidate_selector is not None:
+            best, candidates = best_candidates(logits, self.config.selector_top_k)
+            return self.candidate_selector.walk(rows, self.scaled(best), candidates, anchors)
+        return logits.argmax(-1)
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """The head's logits with multiplier and soft cap, float32; their order is the same."""
+        scaled = logits.float() * self.config.output_multiplier
+        cap = self.config.final_logit_softcapping
+        return scaled if cap is None else cap * torch.tanh(scaled / cap)
+
+    def confidence(self, rows: Tensor, previous: Tensor) -> Tensor:
+        """The confidence head's logits [B, N].
+
+        Args:
+            rows: [B, N, H], from `drafting_rows`.
+            previous: ids [B, N] of the token before each draft; the anchor first.
+        """
+        assert self.confidence_head is not None
+        if self.config.confidence_head_with_markov:
+            assert self.markov_head is not None
+            rows = torch.cat((rows, self.markov_head.markov_w1(previous)), dim=-1)
+        return cast(Tensor, self.confidence_head(rows))
 
     def _layers(self) -> Sequence[_Layer]:
         return cast(Sequence[_Layer], self.layers)
 
 
-def initialise(config: DrafterConfig, generator: torch.Generator) -> DFlash:
-    """A float32 drafter with weights drawn from N(0, 0.02) and norms of 1, on the CPU.
+def _markov_head(config: DrafterConfig) -> MarkovHead | None:
+    if not config.markov_rank:
+        return None
+    sizes = (config.vocab_size, config.hidden_size, config.markov_rank)
+    return MarkovHead(*sizes, kind=config.markov_head_type)
 
-    The generator alone decides: torch's global random state is neither read nor moved.
+
+def _confidence_head(config: DrafterConfig) -> ConfidenceHead | None:
+    if not config.enable_confidence_head:
+        return None
+    rank = config.markov_rank if config.confidence_head_with_markov else 0
+    return ConfidenceHead(config.hidden_size, rank)
+
+
+def _candidate_selector(config: DrafterConfig) -> CandidateSelector | None:
+    if not config.selector_rank:
+        return None
+    return CandidateSelector(config.vocab_size, config.hidden_size, config.selector_rank)
+
+
+def initialise(config: DrafterConfig, generator: torch.Generator) -> DFlash:
+    """A float32 drafter on the CPU: weights from N(0, 0.02), norms of 1, biases of 0.
+
+    Markov head, convolutions and selector begin without effect. The generator alone decides:
+    torch's global random state is neither read nor moved.
     """
     with torch.device("meta"):
         model = DFlash(config)
     model.to_empty(device="cpu")
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-            else:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.02, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
+        if model.markov_head is not None:
+            model.markov_head.markov_w2.weight.zero_()
+    silence(model, generator)
     return model
 
 
-def reference_block(
-    model: DFlash, context: Tensor, embeddings: Tensor, first_position: int = 0
-) -> Tensor:
-    """`block` for one request, written out densely from the paper's formulas; the tests' yardstick.
-
-    Args:
-        model: its weights are used, not its methods (`rotary` excepted).
-        context: [C, H] as `DFlash.context` returns it, at positions first_position, +1, ...
-        embeddings: [block, H], at the positions after the context.
-        first_position: absolute position of the first context token.
-    """
-    config, weights = model.config, dict(model.named_parameters())
-    positions = first_position + torch.arange(len(context) + len(embeddings))
-    hidden = embeddings
-    for index, window in enumerate(config.windows):
-        layer = {
-            name.removeprefix(f"layers.{index}."): weight
-            for name, weight in weights.items()
-            if name.startswith(f"layers.{index}.")
-        }
-        x = _reference_norm(hidden, layer["input_layernorm.weight"], config.rms_norm_eps)
-        hidden = hidden + _reference_attention(model, layer, context, x, positions, window)
-        x = _reference_norm(hidden, layer["post_attention_layernorm.weight"], config.rms_norm_eps)
-        gate = x @ layer["mlp.gate_proj.weight"].T
-        up = x @ layer["mlp.up_proj.weight"].T
-        hidden = hidden + (gate * gate.sigmoid() * up) @ layer["mlp.down_proj.weight"].T
-    return _reference_norm(hidden, weights["norm.weight"], config.rms_norm_eps)
-
-
-def _reference_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
-
-
-def _reference_attention(
-    model: DFlash,
-    layer: Mapping[str, Tensor],
-    context: Tensor,
-    x: Tensor,
-    positions: Tensor,
-    window: int | None,
-) -> Tensor:
-    config = model.config
-    both = torch.cat((context, x))
-    q = (x @ layer["self_attn.q_proj.weight"].T).reshape(len(x), -1, config.head_dim)
-    k = (both @ layer["self_attn.k_proj.weight"].T).reshape(len(both), -1, config.head_dim)
-    v = (both @ layer["self_attn.v_proj.weight"].T).reshape(len(both), -1, config.head_dim)
-    q = _reference_norm(q, layer["self_attn.q_norm.weight"], config.rms_norm_eps)
-    k = _reference_norm(k, layer["self_attn.k_norm.weight"], config.rms_norm_eps)
-    cos, sin = (part.to(x.dtype).unsqueeze(1) for part in model.rotary(positions))
-
-    def rotated(y: Tensor) -> Tensor:
-        first, second = y.chunk(2, dim=-1)
-        return y * cos[-len(y) :] + torch.cat((-second, first), dim=-1) * sin[-len(y) :]
-
-    group = config.num_attention_heads // config.num_key_value_heads
-    k, v = rotated(k).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,khd->hqk", rotated(q), k) / config.head_dim**0.5
-    if window is not None:
-        distance = positions[-len(x) :, None] - positions
-        scores = scores.masked_fill(distance >= window, float("-inf"))
-    attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
-    return attended @ layer["self_attn.o_proj.weight"].T
+def silence(model: DFlash, generator: torch.Generator) -> None:
+    """Give DFlash 2's parts weights with which they change no draft, exactly, but learn."""
+    for part in model.modules():
+        if isinstance(part, BlockConvolution):
+            part.make_identity()
+        elif isinstance(part, CandidateSelector):
+            part.make_silent(generator)

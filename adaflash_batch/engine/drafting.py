@@ -49,7 +49,8 @@ class Drafter(Protocol):
 
     Attributes:
         version: number of its weights.
-        block_size: K; it proposes K - 1 tokens.
+        block_size: K; it proposes K - 1 tokens. The net's own block may have fewer rows: where the
+            anchor's row drafts too, K - 1 rows are enough.
         tapped_layers: target layers whose outputs `absorb` wants.
     """
 
@@ -71,7 +72,7 @@ class Drafter(Protocol):
 
 
 class BlockDrafter:
-    """DFlash over the decoder's pages: context K/V of each layer lie beside the target's.
+    """A drafter net over the decoder's pages: context K/V of each layer lie beside the target's.
 
     The block's own K/V are written behind the context and overwritten by the next step's.
     """
@@ -79,11 +80,10 @@ class BlockDrafter:
     def __init__(self, net: DFlash, target: Target, num_pages: int, version: int = 0) -> None:
         config = net.config
         self.version = version
-        self.block_size = config.block_size
+        self.block_size = config.num_drafts + 1
         self.tapped_layers = config.target_layer_ids
         self._net = net
         self._target = target
-        self._mask_id = config.mask_token_id
         self._kv = [
             KVLayer.empty(
                 num_pages, config.num_key_value_heads, config.head_dim, target.dtype, target.device
@@ -91,8 +91,8 @@ class BlockDrafter:
             for _ in range(config.num_hidden_layers)
         ]
         self._how = [
-            Attention(scale=config.head_dim**-0.5, window=window or 0, causal=False)
-            for window in config.windows
+            Attention(scale=config.head_dim**-0.5, window=window or 0, causal=causal)
+            for window, causal in zip(config.windows, config.causal, strict=True)
         ]
 
     @staticmethod
@@ -103,14 +103,15 @@ class BlockDrafter:
         return elements * net.fc.weight.element_size()
 
     def draft(self, batch: DraftBatch) -> list[list[int]]:
-        """See Drafter: the argmax at each mask position of one non-causal pass."""
-        num_requests, block = len(batch.anchors), self.block_size
-        ids = torch.full((num_requests, block), self._mask_id)
-        ids[:, 0] = torch.tensor(batch.anchors)
-        offsets = torch.arange(block)
-        positions = torch.from_numpy(batch.positions.astype(np.int64)).unsqueeze(1) + offsets
-        starts = np.arange(0, num_requests * block, block, dtype=np.int32)
-        lengths = np.full(num_requests, block, dtype=np.int32)
+        """See Drafter: one pass over anchors and masks, then what the net proposes from it."""
+        num_requests, rows = len(batch.anchors), self._net.config.block_size
+        anchors = torch.tensor(batch.anchors)
+        ids = torch.full((num_requests, rows), self._net.config.mask_token_id)
+        ids[:, 0] = anchors
+        positions = torch.from_numpy(batch.positions.astype(np.int64)).unsqueeze(1)
+        positions = positions + torch.arange(rows)
+        starts = np.arange(0, num_requests * rows, rows, dtype=np.int32)
+        lengths = np.full(num_requests, rows, dtype=np.int32)
         step = PackedStep(starts, lengths, batch.positions, batch.table)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -120,10 +121,8 @@ class BlockDrafter:
         cos, sin = self._net.rotary(positions.flatten().to(device))
         embeddings = self._target.embed(ids.flatten().to(device))
         hidden = self._net.block(embeddings, cos, sin, attend)
-        masks = hidden.view(num_requests, block, -1)[:, 1:].flatten(0, 1)
-        drafts: list[list[int]] = (
-            self._target.head(masks).argmax(-1).view(num_requests, block - 1).tolist()
-        )
+        proposed = self._net.propose(hidden, anchors.to(device), self._target.head)
+        drafts: list[list[int]] = proposed.tolist()
         return drafts
 
     def absorb(self, step: PackedStep, positions: torch.Tensor, features: torch.Tensor) -> None:

@@ -1,0 +1,89 @@
+"""DSpark's heads: what the token before says about the next, and how sure the drafter is of it.
+
+DSpark, arXiv 2607.05147. The block is filled in one pass, so its slots do not know which tokens
+their neighbours become; the Markov head adds that where it is cheap, behind the lm_head:
+
+    logits of slot j += W2 latent_j                                x_0 = anchor, x_j = draft j - 1
+    vanilla   latent = W1[x_j]
+    gated     latent = sigmoid(gate([h_j ; W1[x_j]])) * W1[x_j]
+    rnn       g, c, o = joint([state ; W1[x_j] ; h_j]);  latent = tanh(o)
+              state = sigmoid(g) * state + (1 - sigmoid(g)) * tanh(c), 0 before the block
+
+B blocks, N slots of a block that draft, r rank, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["ConfidenceHead", "MarkovHead"]
+
+
+class MarkovHead(nn.Module):
+    """The weights of a Markov head of any kind under their published names."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, rank: int, kind: str) -> None:
+        super().__init__()
+        self.rank = rank
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size + rank, rank) if kind == "gated" else None
+        self.joint_proj = nn.Linear(hidden_size + 2 * rank, 3 * rank) if kind == "rnn" else None
+
+    def bias(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """What is added to the logits when the tokens before are known (training): [B, N, V].
+
+        Args:
+            hidden: [B, N, H], the lm_head's input.
+            previous: ids [B, N]; the anchor first.
+        """
+        state = hidden.new_zeros(hidden.shape[0], self.rank)
+        latents = []
+        for slot in range(hidden.shape[1]):
+            latent, state = self._step(hidden[:, slot], previous[:, slot], state)
+            latents.append(latent)
+        return cast(Tensor, self.markov_w2(torch.stack(latents, dim=1)))
+
+    def walk(self, hidden: Tensor, logits: Tensor, anchors: Tensor) -> Tensor:
+        """Draft ids [B, N], each the argmax given the one before.
+
+        Args:
+            hidden: [B, N, H], the lm_head's input.
+            logits: [B, N, V], its output.
+            anchors: ids [B].
+        """
+        previous, drafts = anchors, []
+        state = hidden.new_zeros(hidden.shape[0], self.rank)
+        for slot in range(hidden.shape[1]):
+            latent, state = self._step(hidden[:, slot], previous, state)
+            previous = (logits[:, slot] + self.markov_w2(latent)).argmax(-1)
+            drafts.append(previous)
+        return torch.stack(drafts, dim=1)
+
+    def _step(self, hidden: Tensor, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """(latent, next state) [B, r] of one slot: hidden [B, H], previous [B]."""
+        embedded = self.markov_w1(previous)
+        if self.gate_proj is not None:
+            gate = self.gate_proj(torch.cat((hidden, embedded), dim=-1)).sigmoid()
+            return gate * embedded, state
+        if self.joint_proj is not None:
+            joined = self.joint_proj(torch.cat((state, embedded, hidden), dim=-1))
+            gate, candidate, output = joined.chunk(3, dim=-1)
+            gate = gate.sigmoid()
+            return output.tanh(), gate * state + (1 - gate) * candidate.tanh()
+        return embedded, state
+
+
+class ConfidenceHead(nn.Module):
+    """DSpark's guess at the probability that a draft is accepted, if those before it were."""
+
+    def __init__(self, hidden_size: int, markov_rank: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(hidden_size + markov_rank, 1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logits [..] of features [.., hidden_size + markov_rank]: [h_j ; W1[x_j]]."""
+        return cast(Tensor, self.proj(features)).squeeze(-1)
