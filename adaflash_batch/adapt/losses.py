@@ -1,0 +1,359 @@
+"""The objective of drafter training: the loss and its gradient, one chunk of positions at a time.
+
+The target's lm_head is frozen and shared by both sides, so logits are never kept: the gradient of
+the drafter's hidden states is made in the forward pass, while a chunk's logits are at hand.
+
+# N positions, C positions of a chunk, V rows of the lm_head (vocabulary), H hidden
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from adaflash_batch.errors import ConfigError
+
+LossKind = Literal["ce", "forward_kl", "opd"]
+
+_TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What a drafter is trained for. Raises ConfigError for values out of range.
+
+    At every position, with p the target's distribution, q the drafter's, y the hard label, at
+    temperature 1:
+
+        ce          -log q(y)
+        forward_kl  sum_v p(v) log(p(v) / q(v))                         (OSD, arXiv 2310.07177)
+        opd         ce_weight * ce
+                    + (1 - ce_weight) * sum_v min(q(v) log(q(v) / p(v)), clip)
+                                                            (AdaFlash, arXiv 2607.19223)
+
+    Attributes:
+        kind: which of them.
+        ce_weight: share of the cross-entropy in `opd`; the authors run 0.8.
+        clip: nats, the most that one vocabulary entry adds to the reverse KL, before anything is
+            normalised; None is off. From above only: entries where q < p are negative and stay, so
+            the clipped sum of a position can be below 0. A clipped entry has no gradient.
+        chunk_rows: positions whose logits are held at a time.
+    """
+
+    kind: LossKind = "opd"
+    ce_weight: float = 0.8
+    clip: float | None = None
+    chunk_rows: int = 256
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("ce", "forward_kl", "opd"):
+            raise ConfigError(f"loss is {self.kind!r}, it must be ce, forward_kl or opd")
+        if not 0.0 <= self.ce_weight <= 1.0:
+            raise ConfigError(f"ce_weight is {self.ce_weight}, it must be between 0 and 1")
+        if self.clip is not None and not self.clip > 0.0:
+            raise ConfigError(f"clip is {self.clip} nats, it must be above 0")
+        if self.chunk_rows < 1:
+            raise ConfigError(f"chunk_rows is {self.chunk_rows}, it must be 1 or more")
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """How much cross-entropy and divergence count."""
+        return {
+            "ce": (1.0, 0.0),
+            "forward_kl": (0.0, 1.0),
+            "opd": (self.ce_weight, 1.0 - self.ce_weight),
+        }[self.kind]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """The target's frozen lm_head, without bias, whole or cut down to a draft vocabulary.
+
+    Attributes:
+        weight: [V, H].
+        row_of_token: int64 [tokens of the target], the row of each token and -1 for tokens outside
+            the draft vocabulary; None when row v is token v.
+    """
+
+    weight: Tensor
+    row_of_token: Tensor | None = None
+
+    @staticmethod
+    def restricted(weight: Tensor, token_ids: Tensor) -> Head:
+        """The rows of a whole head [tokens, H] that belong to token_ids [V], all different."""
+        row_of_token = torch.full((len(weight),), -1, dtype=torch.int64, device=weight.device)
+        row_of_token[token_ids] = torch.arange(len(token_ids), device=weight.device)
+        assert int((row_of_token >= 0).sum()) == len(token_ids), "a token occurs twice"
+        return Head(weight.detach()[token_ids], row_of_token)
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        """The row of each token, -1 outside the draft vocabulary."""
+        return token_ids if self.row_of_token is None else self.row_of_token[token_ids]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossStats:
+    """What a loss was made of. Means are weighted like the loss.
+
+    Attributes:
+        positions: supervised positions: weight above 0 and label inside the draft vocabulary.
+        weight: sum of their weights.
+        outside_vocabulary: positions of weight above 0 that were left out, since their label is
+            outside the draft vocabulary.
+        cross_entropy: mean -log q(label), nats.
+        divergence: mean KL as it enters the loss (after clipping), nats; 0 for `ce`.
+        clipped_positions: supervised positions with at least one clipped entry.
+        clip_rate: clipped vocabulary entries over all entries of the supervised positions.
+        hits: bool [N], supervised positions where the drafter's argmax is the label.
+    """
+
+    positions: int
+    weight: float
+    outside_vocabulary: int
+    cross_entropy: float
+    divergence: float
+    clipped_positions: int
+    clip_rate: float
+    hits: Tensor
+
+
+def position_weights(positions: Tensor, gamma: float) -> Tensor:
+    """exp(-(i - 1) / gamma) for block positions i = 1, 2, ..., float32 (DFlash, arXiv 2602.06036).
+
+    Position 1 is the first token drafted, also where the anchor's slot drafts it.
+    """
+    return torch.exp(-(positions.float() - 1.0) / gamma)
+
+
+def target_choices(weight: Tensor, teacher: Tensor, chunk_rows: int = 256) -> Tensor:
+    """The tokens that the target likes best, int64 [N], from its last hidden states [N, H].
+
+    Args:
+        weight: the whole lm_head. A restricted one would name the best of the draft vocabulary
+            instead, which is wrong where the target would choose a token outside.
+    """
+    with torch.no_grad():
+        chunks = torch.split(teacher.to(weight.dtype), chunk_rows)
+        return torch.cat([F.linear(chunk, weight).argmax(-1) for chunk in chunks])
+
+
+def weighted_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """Weighted mean cross-entropy of given logits [N, V], for heads that make their own.
+
+    Positions of weight 0 may have any label and any logits. The mean of nothing is 0.
+    """
+    active = weights > 0
+    losses = F.cross_entropy(logits[active].float(), labels[active], reduction="none")
+    return (losses * weights[active]).sum() / weights[active].sum().clamp(min=_TINY)
+
+
+def draft_loss(
+    objective: Objective,
+    head: Head,
+    student: Tensor,
+    weights: Tensor,
+    teacher: Tensor | None = None,
+    labels: Tensor | None = None,
+    total_weight: float | Tensor | None = None,
+) -> tuple[Tensor, LossStats]:
+    """The weighted mean loss over positions, with a gradient for `student` alone.
+
+    Args:
+        student: the drafter's output [N, H], bfloat16 or float32.
+        weights: [N], 0 or more. Positions of weight 0 cost nothing and may hold anything.
+        teacher: the target's last hidden states [N, H] that chose the labelled tokens; not needed
+            for `ce` with labels. Under a restricted head both distributions are over the draft
+            vocabulary.
+        labels: token ids [N]; without them the label is the teacher's argmax over the head's rows.
+            Positions labelled outside the draft vocabulary are left out of all terms and of the
+            normaliser.
+        total_weight: what the sum is divided by instead of the weights at hand, where several
+            micro-batches or ranks make one batch.
+
+    Returns:
+        a float32 scalar (float64 where the head is float64), and the statistics.
+    """
+    assert labels is not None or teacher is not None, "neither labels nor a teacher"
+    assert teacher is not None or objective.kind == "ce", f"{objective.kind} needs a teacher"
+    wants_gradient = student.requires_grad and torch.is_grad_enabled()
+    with torch.no_grad():
+        chosen = _choose(head, weights, labels)
+        if total_weight is None:
+            total_weight = chosen.weights.sum()
+        gradient = torch.zeros_like(student) if wants_gradient else None
+        parts = [_Rows.none(weights)]
+        for chunk in chosen.split(objective.chunk_rows):
+            rows, by_logit = _losses(objective, head.weight, student, teacher, chunk)
+            parts.append(rows)
+            if gradient is not None:
+                by_hidden = by_logit.to(head.weight.dtype) @ head.weight
+                by_hidden = by_hidden * (chunk.weights / total_weight).unsqueeze(-1)
+                gradient[chunk.positions] = by_hidden.to(student.dtype)
+        rows = _Rows(*map(torch.cat, zip(*parts, strict=True)))
+        loss, stats = _summarise(objective, chosen, rows, len(head.weight), len(student))
+        loss = loss / total_weight if len(chosen.positions) else loss
+    if gradient is None:
+        return loss, stats
+    attached = _WithGradient.apply(student, loss, gradient)  # type: ignore[no-untyped-call]
+    return cast(Tensor, attached), stats
+
+
+class _WithGradient(torch.autograd.Function):
+    """A value whose gradient by one input is known already."""
+
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_value: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * by_value.to(gradient.dtype), None, None
+
+
+class _Chosen(NamedTuple):
+    """Supervised positions.
+
+    labels: rows of the head; None where the teacher's argmax is to be the label.
+    outside: positions left out for a label outside the draft vocabulary.
+    """
+
+    positions: Tensor
+    weights: Tensor
+    labels: Tensor | None
+    outside: int
+
+    def split(self, chunk_rows: int) -> list[_Chosen]:
+        starts = range(0, len(self.positions), chunk_rows)
+        return [self._take(slice(start, start + chunk_rows)) for start in starts]
+
+    def _take(self, which: slice | Tensor) -> _Chosen:
+        labels = None if self.labels is None else self.labels[which]
+        return _Chosen(self.positions[which], self.weights[which], labels, 0)
+
+
+class _Rows(NamedTuple):
+    """The losses of positions, all [positions]; clipped counts vocabulary entries."""
+
+    cross_entropy: Tensor
+    divergence: Tensor
+    clipped: Tensor
+    hits: Tensor
+
+    @staticmethod
+    def none(like: Tensor) -> _Rows:
+        empty = like.new_empty(0)
+        return _Rows(empty, empty, empty.long(), empty.bool())
+
+
+def _choose(head: Head, weights: Tensor, labels: Tensor | None) -> _Chosen:
+    (positions,) = torch.nonzero(weights > 0, as_tuple=True)
+    chosen = _Chosen(positions, weights[positions], None, 0)
+    if labels is None:
+        return chosen
+    # Looked up after the selection: the labels of other positions need not be tokens.
+    rows = head.rows(labels[positions])
+    chosen = chosen._replace(labels=rows)
+    if head.row_of_token is None:
+        return chosen
+    return chosen._take(rows >= 0)._replace(outside=int((rows < 0).sum()))
+
+
+def _losses(
+    objective: Objective, weight: Tensor, student: Tensor, teacher: Tensor | None, chunk: _Chosen
+) -> tuple[_Rows, Tensor]:
+    """Losses of a chunk, and their gradient by the student's logits, float32 [C, V]."""
+    log_q = _log_probabilities(weight, student[chunk.positions])
+    log_p = None
+    if teacher is not None and (objective.kind != "ce" or chunk.labels is None):
+        log_p = _log_probabilities(weight, teacher[chunk.positions])
+    if chunk.labels is None:
+        assert log_p is not None
+        labels = log_p.argmax(-1)
+    else:
+        labels = chunk.labels
+    hits = log_q.argmax(-1) == labels
+    cross_entropy = -log_q.gather(1, labels.unsqueeze(1)).squeeze(1)
+    clipped = torch.zeros_like(labels)
+    if objective.kind == "ce":
+        divergence, gradient = torch.zeros_like(cross_entropy), log_q.exp_()
+    elif objective.kind == "forward_kl":
+        divergence, gradient = _forward_kl(log_q, cast(Tensor, log_p))
+    else:
+        divergence, clipped, gradient = _opd(objective, log_q, cast(Tensor, log_p))
+    share = objective.shares[0]
+    gradient.scatter_add_(1, labels.unsqueeze(1), gradient.new_full((len(labels), 1), -share))
+    return _Rows(cross_entropy, divergence, clipped, hits), gradient
+
+
+def _log_probabilities(weight: Tensor, hidden: Tensor) -> Tensor:
+    logits = F.linear(hidden.to(weight.dtype), weight)
+    return logits.log_softmax(-1, dtype=torch.promote_types(weight.dtype, torch.float32))
+
+
+def _forward_kl(log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Divergence [C] and gradient [C, V]; both inputs are used up."""
+    p = log_p.exp()
+    divergence = log_p.sub_(log_q).mul_(p).sum(-1)
+    return divergence, log_q.exp_().sub_(p)
+
+
+def _opd(objective: Objective, log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Clipped reverse KL [C], clipped entries [C] and the gradient [C, V] of the whole mixture
+    but for the label's own entry; both inputs are used up.
+
+    With e(v) = q(v) log(q(v) / p(v)) and m(v) = 1 where e(v) is not clipped,
+    d/dz(j) sum_v min(e(v), clip) = g(j) - q(j) sum_v g(v), where g(v) = m(v) (e(v) + q(v)).
+    """
+    ce_share, kl_share = objective.shares
+    entries = torch.sub(log_q, log_p, out=log_p)
+    q = log_q.exp_()
+    entries.mul_(q)
+    if objective.clip is None:
+        divergence, clipped = entries.sum(-1), torch.zeros_like(entries[:, 0], dtype=torch.int64)
+        entries.add_(q)
+    else:
+        above = entries > objective.clip
+        clipped = above.sum(-1)
+        divergence = entries.masked_fill_(above, 0.0).sum(-1) + clipped.to(q.dtype) * objective.clip
+        entries.add_(q).masked_fill_(above, 0.0)
+    # ce_share * q + kl_share * (g - q * sum g), in place.
+    factor = ce_share - kl_share * entries.sum(-1, keepdim=True)
+    return divergence, clipped, entries.mul_(kl_share).addcmul_(q, factor)
+
+
+def _summarise(
+    objective: Objective, chosen: _Chosen, rows: _Rows, num_entries: int, num_positions: int
+) -> tuple[Tensor, LossStats]:
+    """The weighted sum of the loss, and the statistics."""
+    weight = chosen.weights.sum()
+    ce_sum = (rows.cross_entropy * chosen.weights).sum()
+    kl_sum = (rows.divergence * chosen.weights).sum()
+    clipped_positions = (rows.clipped > 0).sum()
+    # One transfer from the device for all of them.
+    numbers = torch.stack(
+        [x.double() for x in (weight, ce_sum, kl_sum, clipped_positions, rows.clipped.sum())]
+    ).tolist()
+    total, cross_entropy, divergence, positions_clipped, entries_clipped = numbers
+    count = len(chosen.positions)
+    hits = rows.hits.new_zeros(num_positions)
+    hits[chosen.positions] = rows.hits
+    ce_share, kl_share = objective.shares
+    stats = LossStats(
+        positions=count,
+        weight=total,
+        outside_vocabulary=chosen.outside,
+        cross_entropy=cross_entropy / total if count else 0.0,
+        divergence=divergence / total if count else 0.0,
+        clipped_positions=int(positions_clipped),
+        clip_rate=entries_clipped / (count * num_entries) if count else 0.0,
+        hits=hits,
+    )
+    return ce_share * ce_sum + kl_share * kl_sum, stats
