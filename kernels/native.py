@@ -1,4 +1,4 @@
-"""Compiles paged_attention.c for this machine once, keeps the result in the user's cache, loads it.
+"""Compiles the C files beside it for this machine once, keeps the result in the user's cache.
 
 Needs a C compiler with OpenMP (`cc`, or what $CC names). Without one the PyTorch reference runs:
 the same text, slower.
@@ -16,13 +16,9 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import platformdirs
-
-from adaflash_batch.kernels.page_size import PAGE
-
-SOURCE = Path(__file__).with_name("paged_attention.c")
+import torch
 
 _FLAGS = [
     *("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC"),
@@ -30,35 +26,8 @@ _FLAGS = [
 ]
 
 
-class Step(ctypes.Structure):
-    """The C struct of the same name."""
-
-    _fields_ = (
-        ("start", ctypes.c_void_p),
-        ("length", ctypes.c_void_p),
-        ("context", ctypes.c_void_p),
-        ("table", ctypes.c_void_p),
-        ("num_segments", ctypes.c_int64),
-        ("table_stride", ctypes.c_int64),
-    )
-
-
-class Layer(ctypes.Structure):
-    """The C struct of the same name."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "k_pages", "v_pages")),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                *("q_token", "q_head", "k_token", "k_head", "v_token", "v_head"),
-                *("num_heads", "num_kv_heads", "window"),
-            )
-        ),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        ("causal", ctypes.c_int32),
-    )
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""What -DELEMENT= says of a type; see element.h."""
 
 
 class NativeUnavailable(Exception):
@@ -66,8 +35,12 @@ class NativeUnavailable(Exception):
 
 
 @cache
-def load(element: int, head_dim: int) -> ctypes.CDLL:
-    """The compiled library for elements of float32 (0), bfloat16 (1) or float16 (2).
+def load(source: str, *defines: str) -> ctypes.CDLL:
+    """The compiled form of a C file of this folder.
+
+    Args:
+        source: its name.
+        defines: compiler arguments such as `-DELEMENT=1`; each set of them is a build of its own.
 
     Raises:
         NativeUnavailable: there is no compiler, or it refused.
@@ -75,34 +48,32 @@ def load(element: int, head_dim: int) -> ctypes.CDLL:
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if shutil.which(compiler[0]) is None:
         raise NativeUnavailable(f"no C compiler: {compiler[0]} is not on PATH")
-    defines = [f"-DELEMENT={element}", f"-DHEAD_DIM={head_dim}", f"-DPAGE={PAGE}"]
-    flags = [*_FLAGS, *_vector_width(compiler), *defines]
-    path = _cache_folder() / f"attention-{_digest(compiler, flags)}.so"
+    flags = [*_FLAGS, *_vector_width(), *defines]
+    code = Path(__file__).with_name(source)
+    path = _cache_folder() / f"{code.stem}-{_digest(code, compiler, flags)}.so"
     if not path.exists():
-        _build(compiler, flags, path)
+        _build(code, compiler, flags, path)
     try:
-        library = ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeUnavailable(f"{path} does not load: {error}") from error
-    arguments: Any = [ctypes.POINTER(Step), ctypes.POINTER(Layer)]
-    library.store_kv.argtypes, library.store_kv.restype = arguments, None
-    library.paged_attention.argtypes = arguments
-    library.paged_attention.restype = ctypes.c_int32
-    return library
 
 
-def _vector_width(compiler: list[str]) -> list[str]:
+def _vector_width() -> list[str]:
     # gcc and clang on x86 prefer 256-bit vectors even where 512 bits are there and faster.
     return ["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []
 
 
 def _cache_folder() -> Path:
-    return Path(platformdirs.user_cache_dir("adaflash-batch")) / "kernels"
+    chosen = os.environ.get("ADAFLASH_CACHE")
+    return Path(chosen or platformdirs.user_cache_dir("adaflash-batch")).expanduser() / "kernels"
 
 
-def _digest(compiler: list[str], flags: list[str]) -> str:
+def _digest(code: Path, compiler: list[str], flags: list[str]) -> str:
     """Names the build: another source, compiler, flag or processor gets another file."""
-    digest = hashlib.sha256(SOURCE.read_bytes())
+    digest = hashlib.sha256(code.read_bytes())
+    for header in sorted(code.parent.glob("*.h")):
+        digest.update(header.read_bytes())
     version = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
     digest.update(repr((compiler, flags, _processor())).encode() + version)
     return digest.hexdigest()[:20]
@@ -116,12 +87,12 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _build(compiler: list[str], flags: list[str], path: Path) -> None:
+def _build(code: Path, compiler: list[str], flags: list[str], path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as scratch:
-            compiled, linked = Path(scratch, "attention.o"), Path(scratch, "attention.so")
-            _run([*compiler, *flags, "-c", str(SOURCE), "-o", str(compiled)])
+            compiled, linked = Path(scratch, "code.o"), Path(scratch, "code.so")
+            _run([*compiler, *flags, "-c", str(code), "-o", str(compiled)])
             # Linked without an OpenMP runtime on purpose: the symbols come from torch's own, which
             # is loaded first. Two runtimes would be two thread pools fighting for the same cores.
             _run([*compiler, "-shared", str(compiled), "-o", str(linked), "-lm"])

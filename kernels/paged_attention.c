@@ -13,31 +13,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "element.h"
+
 #ifndef PAGE
 #define PAGE 32
 #endif
 #define ROWS 32 /* query rows (token, head of the group) of one task; bounds its stack */
-
-#if ELEMENT == 0
-typedef float element;
-static inline float widen(element x) { return x; }
-static inline element narrow(float x) { return x; }
-#elif ELEMENT == 1
-typedef uint16_t element;
-static inline float widen(element x) {
-    union { uint32_t u; float f; } bits = {(uint32_t)x << 16};
-    return bits.f;
-}
-static inline element narrow(float x) { /* round to nearest even; NaN stays NaN */
-    union { float f; uint32_t u; } bits = {x};
-    uint32_t rounded = (bits.u + 0x7fffu + ((bits.u >> 16) & 1u)) >> 16;
-    return (element)(x != x ? 0x7fc0u : rounded);
-}
-#else
-typedef _Float16 element;
-static inline float widen(element x) { return (float)x; }
-static inline element narrow(float x) { return (element)x; }
-#endif
 
 /* One step's packed tokens: segment s is `length[s]` consecutive tokens of one request, beginning at
  * row `start[s]` of q/k/v, whose first token has position `context[s]`. */
@@ -57,22 +38,6 @@ typedef struct {
 } Layer;
 
 typedef struct { int32_t segment, kv_head, first_row; } Task;
-
-/* exp for x <= 0, relative error about 2e-7; vectorises, unlike a library call. */
-static inline float exp_nonpositive(float x) {
-    x = x < -87.0f ? -87.0f : x;
-    float n = __builtin_rintf(x * 1.44269504f);
-    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    union { int32_t i; float f; } scale = {((int32_t)n + 127) << 23};
-    return p * scale.f;
-}
 
 static inline __attribute__((always_inline)) void
 score_rows(int rows, const float *q, const element *keys, float *scores) {
@@ -143,11 +108,11 @@ static float soften(float *scores, int low, int high, float softcap, float *maxi
     }
     float sum = 0.0f;
     for (int c = 0; c < PAGE; c++) {
-        float weight = exp_nonpositive(scores[c] - highest);
+        float weight = fast_exp(scores[c] - highest);
         scores[c] = (c >= low && c < high) ? weight : 0.0f;
     }
     for (int c = 0; c < PAGE; c++) sum += scores[c];
-    float decay = *maximum == -INFINITY ? 0.0f : exp_nonpositive(*maximum - highest);
+    float decay = *maximum == -INFINITY ? 0.0f : fast_exp(*maximum - highest);
     *maximum = highest;
     *total = *total * decay + sum;
     return decay;

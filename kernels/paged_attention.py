@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +19,37 @@ from adaflash_batch.kernels.native import NativeUnavailable
 from adaflash_batch.kernels.page_size import PAGE
 
 Int32 = npt.NDArray[np.int32]
-_ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class _CStep(ctypes.Structure):
+    """The C struct `Step`."""
+
+    _fields_ = (
+        ("start", ctypes.c_void_p),
+        ("length", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("num_segments", ctypes.c_int64),
+        ("table_stride", ctypes.c_int64),
+    )
+
+
+class _CLayer(ctypes.Structure):
+    """The C struct `Layer`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "k_pages", "v_pages")),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                *("q_token", "q_head", "k_token", "k_head", "v_token", "v_head"),
+                *("num_heads", "num_kv_heads", "window"),
+            )
+        ),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("causal", ctypes.c_int32),
+    )
 
 
 @dataclass(slots=True)
@@ -36,11 +68,11 @@ class PackedStep:
     length: Int32
     context: Int32
     table: Int32
-    c_struct: native.Step = field(init=False, repr=False)
+    c_struct: _CStep = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         assert self.table.flags.c_contiguous
-        self.c_struct = native.Step(
+        self.c_struct = _CStep(
             start=self.start.ctypes.data,
             length=self.length.ctypes.data,
             context=self.context.ctypes.data,
@@ -92,10 +124,10 @@ class Attention:
 
 def unavailable_reason(dtype: torch.dtype, head_dim: int) -> str | None:
     """Why the compiled form cannot run on this CPU; None when it can."""
-    if dtype not in _ELEMENTS:
+    if dtype not in native.ELEMENTS:
         return f"no compiled form for {dtype}"
     try:
-        native.load(_ELEMENTS[dtype], head_dim)
+        _load(dtype, head_dim)
     except NativeUnavailable as error:
         return str(error)
     return None
@@ -139,12 +171,23 @@ def paged_attention(
 
 def _library(kv: KVLayer) -> ctypes.CDLL | None:
     pages = kv.k_pages
-    if pages.device.type != "cpu" or pages.dtype not in _ELEMENTS:
+    if pages.device.type != "cpu" or pages.dtype not in native.ELEMENTS:
         return None
     try:
-        return native.load(_ELEMENTS[pages.dtype], pages.shape[2])
+        return _load(pages.dtype, pages.shape[2])
     except NativeUnavailable:
         return None
+
+
+@cache
+def _load(dtype: torch.dtype, head_dim: int) -> ctypes.CDLL:
+    defines = (f"-DELEMENT={native.ELEMENTS[dtype]}", f"-DHEAD_DIM={head_dim}", f"-DPAGE={PAGE}")
+    library = native.load("paged_attention.c", *defines)
+    arguments: Any = [ctypes.POINTER(_CStep), ctypes.POINTER(_CLayer)]
+    library.store_kv.argtypes, library.store_kv.restype = arguments, None
+    library.paged_attention.argtypes = arguments
+    library.paged_attention.restype = ctypes.c_int32
+    return library
 
 
 def _layer(
@@ -154,10 +197,10 @@ def _layer(
     v: torch.Tensor,
     out: torch.Tensor,
     how: Attention,
-) -> native.Layer:
+) -> _CLayer:
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
     assert q.dtype == k.dtype == v.dtype == kv.k_pages.dtype
-    return native.Layer(
+    return _CLayer(
         q=q.data_ptr(),
         k=k.data_ptr(),
         v=v.data_ptr(),

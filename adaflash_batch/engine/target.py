@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from adaflash_batch.engine.attention_call import AttentionCall, CannotAttend, LayerShape
+from adaflash_batch.engine.fusing import fuse
+from adaflash_batch.engine.packed_linear import PackedLinear
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.kernels.paged_attention import (
@@ -28,26 +30,6 @@ from adaflash_batch.kernels.paged_attention import (
 ATTENTION_NAME = "packed_paged"
 _PROBE_TOKENS = 12
 _UNHANDLED_KWARGS = ("s_aux", "sinks", "head_mask", "position_bias", "block_mask")
-
-
-@dataclass(slots=True)
-class LayerShape:
-    """What one layer keeps for each token."""
-
-    num_kv_heads: int
-    head_dim: int
-
-
-@dataclass(slots=True)
-class AttentionCall:
-    """Travels as a keyword through the model's forward to every attention layer.
-
-    With `kv` None the call only records what the layers look like (`shapes`, by layer number).
-    """
-
-    step: PackedStep | None = None
-    kv: list[KVLayer] | None = None
-    shapes: dict[int, LayerShape] = field(default_factory=dict)
 
 
 def _attend(
@@ -66,14 +48,12 @@ def _attend(
     """The function that transformers' AttentionInterface dispatches to."""
     for name in _UNHANDLED_KWARGS:
         if others.get(name) is not None:
-            raise _CannotAttend(f"its attention needs `{name}`")
+            raise CannotAttend(f"its attention needs `{name}`")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     if adaflash_call.kv is None:
         if key.shape[-1] != value.shape[-1]:
-            raise _CannotAttend("its keys and values have different sizes")
-        if layer in adaflash_call.shapes:
-            raise _CannotAttend(f"layer {layer} attends twice")
-        adaflash_call.shapes[layer] = LayerShape(key.shape[1], key.shape[3])
+            raise CannotAttend("its keys and values have different sizes")
+        adaflash_call.record(layer, LayerShape(key.shape[1], key.shape[3]))
         return query.transpose(1, 2), None
     assert adaflash_call.step is not None
     how = Attention(
@@ -86,13 +66,9 @@ def _attend(
     return out.view(1, q.shape[0], q.shape[1], q.shape[2]), None
 
 
-class _CannotAttend(Exception):
-    """The model's attention asks for something that paged attention does not do."""
-
-
 # What a model of an unknown kind may raise when it is run in a way that it was not made for.
 _PROBE_ERRORS = (
-    *(_CannotAttend, RuntimeError, ValueError, TypeError),
+    *(CannotAttend, RuntimeError, ValueError, TypeError),
     *(KeyError, IndexError, AttributeError, NotImplementedError),
 )
 
@@ -156,6 +132,7 @@ class Target:
             _refuse_encoder(model)
             expected = _native_logits(model)
             model.set_attn_implementation(ATTENTION_NAME)
+            fuse(model)
             target = Target(model, name)
             target._check(expected)
         except _PROBE_ERRORS as error:
@@ -186,6 +163,10 @@ class Target:
         sizes = {shape.head_dim for shape in self._shapes}
         reasons = (unavailable_reason(self.dtype, size) for size in sizes)
         return next((reason for reason in reasons if reason is not None), None)
+
+    def packed_linears(self) -> list[PackedLinear]:
+        """The matrix products of a forward pass, one a module, where they are packed."""
+        return [m for m in self._model.modules() if isinstance(m, PackedLinear)]
 
     def tap(self, layer_ids: tuple[int, ...]) -> None:
         """Keep the output of these decoder layers at every forward, for `tapped`."""
@@ -265,7 +246,7 @@ class Target:
         error = (torch.cat(pieces) - expected).pow(2).mean().sqrt()
         bound = 1e-3 if self.dtype == torch.float32 else 5e-2
         if not error <= bound * expected.pow(2).mean().sqrt():
-            raise _CannotAttend(
+            raise CannotAttend(
                 "with paged attention it computes something else than on its own "
                 "(it keeps more than keys and values, or masks in a way of its own)"
             )
@@ -298,7 +279,7 @@ def _probe_shapes(model: Any, num_layers: int) -> list[LayerShape]:
     )
     missing = sorted(set(range(num_layers)) - set(call.shapes))
     if missing:
-        raise _CannotAttend(
+        raise CannotAttend(
             f"layers {missing} of {num_layers} do not attend through transformers' interface"
         )
     return [call.shapes[layer] for layer in range(num_layers)]
@@ -308,12 +289,12 @@ def _decoder_layers(model: Any, num_layers: int) -> nn.ModuleList:
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
-    raise _CannotAttend("its decoder layers were not found")
+    raise CannotAttend("its decoder layers were not found")
 
 
 def _refuse_encoder(model: Any) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
-        raise _CannotAttend("it is an encoder-decoder model")
+        raise CannotAttend("it is an encoder-decoder model")
 
 
 def _load_model(

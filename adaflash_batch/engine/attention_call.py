@@ -1,0 +1,37 @@
+"""What travels through a model's forward to every attention layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from adaflash_batch.kernels.paged_attention import KVLayer, PackedStep
+
+
+class CannotAttend(Exception):
+    """The model asks for something that paged attention does not do; the message says what."""
+
+
+@dataclass(slots=True)
+class LayerShape:
+    """What one layer keeps for each token."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(slots=True)
+class AttentionCall:
+    """The step and its memory, as a keyword of the model's call.
+
+    With `kv` None the call only records what the layers look like (`shapes`, by layer number).
+    """
+
+    step: PackedStep | None = None
+    kv: list[KVLayer] | None = None
+    shapes: dict[int, LayerShape] = field(default_factory=dict)
+
+    def record(self, layer: int, shape: LayerShape) -> None:
+        """Note a layer's shape. Raises CannotAttend when it attends a second time."""
+        if layer in self.shapes:
+            raise CannotAttend(f"layer {layer} attends twice")
+        self.shapes[layer] = shape

@@ -1,0 +1,58 @@
+"""Linear layers with their weights laid out for the processor's matrix kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+# A layout for few rows is as fast for many (measured at 1 to 256 rows, see fusing.py).
+_PACKED_FOR_ROWS = 32
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether linear layers of this type gain from a layout of their own here."""
+    return (
+        device.type == "cpu"
+        and dtype == torch.bfloat16
+        and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+
+
+def side_by_side(linears: Sequence[nn.Linear]) -> nn.Module:
+    """One layer that computes all of them from one input: [.., in] to [.., sum of outs]."""
+    weight = linears[0].weight
+    if can_pack(weight.dtype, weight.device):
+        return PackedLinear(linears)
+    if len(linears) == 1:
+        return linears[0]
+    num_outputs = sum(linear.out_features for linear in linears)
+    wide = nn.Linear(linears[0].in_features, num_outputs, device="meta")
+    wide.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]).detach(), False)
+    wide.bias = None if linears[0].bias is None else nn.Parameter(_biases(linears), False)
+    return wide
+
+
+class PackedLinear(nn.Module):
+    """Linear layers side by side, weights laid out for oneDNN; [.., in] to [.., sum of outs]."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        self.out_features, self.in_features = weight.shape
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+        self._bias = _biases(linears) if linears[0].bias is not None else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._weight, self._bias, "none", [], ""
+        )
+        return out
+
+
+def _biases(linears: Sequence[nn.Linear]) -> torch.Tensor:
+    return torch.cat([linear.bias.detach() for linear in linears])
