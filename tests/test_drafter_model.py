@@ -2,116 +2,32 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from nets import CAUSAL, DFLASH2, DSPARK, TINY, WINDOWED, packed_block, random_drafter, random_rows
 
-from adaflash_batch.drafter.model import (
-    Attend,
-    DFlash,
-    DrafterConfig,
-    build_target_layer_ids,
-    initialise,
-)
+from adaflash_batch.drafter.model import DrafterConfig, build_target_layer_ids, initialise
 from adaflash_batch.drafter.reference import reference_block
 from adaflash_batch.errors import ConfigError
 
-TINY = DrafterConfig(
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=16,
-    rms_norm_eps=1e-6,
-    rope_theta=10000.0,
-    vocab_size=100,
-    block_size=5,
-    mask_token_id=99,
-    target_layer_ids=(1, 3, 4),
-    num_target_layers=6,
-)
-WINDOWED = dataclasses.replace(
-    TINY, layer_types=("sliding_attention", "full_attention"), sliding_window=4
-)
+DFLASH2_PARTS = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 16,
+    "selector_rank": 8,
+    "selector_top_k": 16,
+}
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
 
 
-def random_drafter(config: DrafterConfig, dtype: torch.dtype = torch.float64) -> DFlash:
-    """Weights large enough that no part of the net can be left out unnoticed."""
-    generator = torch.Generator().manual_seed(0)
-    model = initialise(config, generator).to(dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.uniform_(0.5, 1.5, generator=generator)
-            else:
-                parameter.normal_(0.0, 0.15, generator=generator)
-    return model
-
-
-def random_rows(num_rows: int, width: int, dtype: torch.dtype, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num_rows, width, generator=generator, dtype=dtype)
-
-
-def packed_block(
-    model: DFlash, contexts: Sequence[Tensor], blocks: Sequence[Tensor], starts: Sequence[int]
-) -> Tensor:
-    """`block` over all requests at once, as an engine with a dense attention would call it."""
-    cached = [
-        [
-            model.context_kv(layer, context, *model.rotary(start + torch.arange(len(context))))
-            for context, start in zip(contexts, starts, strict=True)
-        ]
-        for layer in range(model.config.num_hidden_layers)
-    ]
-    positions = torch.cat(
-        [
-            start + len(context) + torch.arange(len(block))
-            for context, block, start in zip(contexts, blocks, starts, strict=True)
-        ]
-    )
-    attend = dense_attend(model.config, cached, len(blocks[0]))
-    return model.block(torch.cat(list(blocks)), *model.rotary(positions), attend)
-
-
-def dense_attend(
-    config: DrafterConfig, cached: Sequence[Sequence[tuple[Tensor, Tensor]]], rows: int
-) -> Attend:
-    group = config.num_attention_heads // config.num_key_value_heads
-
-    def heads_first(x: Tensor, repeat: int = 1) -> Tensor:
-        return x.repeat_interleave(repeat, 1).transpose(0, 1)
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        window = config.windows[layer]
-        outputs = []
-        for request, (context_k, context_v) in enumerate(cached[layer]):
-            own = slice(request * rows, (request + 1) * rows)
-            keys = torch.cat((context_k, k[own]))
-            distance = torch.arange(len(context_k), len(keys))[:, None] - torch.arange(len(keys))
-            seen = distance < (window or len(keys) + 1)
-            values = torch.cat((context_v, v[own]))
-            out = F.scaled_dot_product_attention(
-                heads_first(q[own]),
-                heads_first(keys, group),
-                heads_first(values, group),
-                attn_mask=seen,
-            )
-            outputs.append(out.transpose(0, 1).flatten(1))
-        return torch.cat(outputs)
-
-    return attend
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("config", [TINY, WINDOWED], ids=["full", "windowed"])
+@pytest.mark.parametrize(
+    "config",
+    [TINY, WINDOWED, DSPARK, DFLASH2, CAUSAL],
+    ids=["full", "windowed", "dspark", "dflash2", "causal"],
+)
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_packed_blocks_equal_the_dense_reference(
     config: DrafterConfig, dtype: torch.dtype, fused: bool
@@ -380,6 +296,36 @@ def test_too_few_target_layers_are_refused(num_layers: int, n: int) -> None:
         ({"layer_types": ("full_attention",)}, "names 1 layers, num_hidden_layers is 2"),
         ({"layer_types": ("full_attention", "mamba")}, "mamba"),
         ({"layer_types": ("full_attention", "sliding_attention")}, "sliding_window is None"),
+        ({"markov_rank": 8}, "belongs to DSpark"),
+        ({"enable_confidence_head": True}, "belongs to DSpark"),
+        ({"from_anchor": True, "markov_rank": -1}, "markov_rank is -1"),
+        ({"from_anchor": True, "block_size": 0}, "it must be 1 or more"),
+        ({"from_anchor": True, "markov_rank": 8, "markov_head_type": "lstm"}, "'lstm'"),
+        (
+            {
+                "from_anchor": True,
+                "enable_confidence_head": True,
+                "confidence_head_with_markov": True,
+            },
+            "without a confidence head and a Markov head",
+        ),
+        (
+            {
+                "from_anchor": True,
+                "enable_confidence_head": True,
+                "confidence_temperatures": (1.0,) * 4,
+            },
+            "has 4 values.* 5 drafts",
+        ),
+        ({"from_anchor": True, "output_multiplier": 0.5}, "DSpark knows no scales"),
+        ({"output_multiplier": 0.0}, "output_multiplier is 0.0"),
+        ({"final_logit_softcapping": -3.0}, "final_logit_softcapping is -3.0"),
+        ({"conv_kernel_size": 2}, "all of its parts or none"),
+        ({"has_causal_windows": True}, "only DFlash 2"),
+        ({**DFLASH2_PARTS, "from_anchor": True}, "DSpark or DFlash 2, not both"),
+        ({**DFLASH2_PARTS, "conv_group_size": 7}, "7 does not divide hidden_size 48"),
+        ({**DFLASH2_PARTS, "conv_kernel_size": 6}, "6 is longer than the block of 5"),
+        ({**DFLASH2_PARTS, "selector_top_k": 101}, "101 is above the vocabulary of 100"),
     ],
 )
 def test_contradicting_shapes_are_refused(changes: dict[str, object], message: str) -> None:

@@ -70,7 +70,7 @@ def best_candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """(logits, ids) [.., K] of the best of [.., V], best first, the lower id first among equals.
 
     `topk` alone leaves the order of equals open, and bf16 logits are often equal: without it the
-    first candidate might not be the argmax.
+    first candidate might not be the argmax. Which of the equals at the cut are taken is still open.
     """
     values, ids = logits.topk(count, dim=-1)
     ids, order = ids.sort(dim=-1)
