@@ -84,7 +84,9 @@ def run_job(spec: JobSpec, *, reporter: Reporter) -> Summary:
     else:
         reporter.note(f"nothing to do: all {output.num_rows} rows are in {spec.output.directory}")
     summary = _summarise(spec, run, output, time.monotonic() - began)
-    folder.write_summary(summary.as_dict())
+    # A run that found nothing to do keeps the figures of the one that did it.
+    if output.num_parts > 0 or not folder.has_summary():
+        folder.write_summary(summary.as_dict())
     return summary
 
 
@@ -346,6 +348,7 @@ def _summarise(spec: JobSpec, run: _Run, output: Output, wall_s: float) -> Summa
         "resumed_rows": output.resumed_rows,
         "output_rows": totals.num_output_rows,
         "errors": totals.num_errors,
+        "completion_tokens": totals.completion_tokens,
         "truncated_tokens": totals.truncated_tokens,
         "output_tokens": run.output_tokens,
         "prompt_tokens": run.prompt_tokens,

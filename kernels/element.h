@@ -1,6 +1,10 @@
 /* What the C files share: the element types (-DELEMENT=0 float32, 1 bfloat16, 2 float16) and exp. */
 #pragma once
 #include <stdint.h>
+#include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 #if ELEMENT == 0
 typedef float element;
@@ -22,6 +26,33 @@ typedef _Float16 element;
 static inline float widen(element x) { return (float)x; }
 static inline element narrow(float x) { return (element)x; }
 #endif
+
+/* Sixteen floats: a register where there are 512-bit ones, several elsewhere. */
+#define LANES 16
+typedef float lanes __attribute__((vector_size(64)));
+
+static inline lanes load_lanes(const element *from) {
+#if ELEMENT == 0
+    lanes wide;
+    memcpy(&wide, from, sizeof wide);
+    return wide;
+#elif ELEMENT == 1 && defined(__AVX512F__)
+    /* What the next form means; gcc 12 makes eight instructions of it instead of two. */
+    __m256i bits = _mm256_loadu_si256((const __m256i *)from);
+    return (lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+#elif ELEMENT == 1
+    typedef uint16_t narrow_lanes __attribute__((vector_size(32)));
+    typedef uint32_t wide_lanes __attribute__((vector_size(64)));
+    narrow_lanes bits;
+    memcpy(&bits, from, sizeof bits);
+    return (lanes)(__builtin_convertvector(bits, wide_lanes) << 16);
+#else
+    typedef _Float16 narrow_lanes __attribute__((vector_size(32)));
+    narrow_lanes halves;
+    memcpy(&halves, from, sizeof halves);
+    return __builtin_convertvector(halves, lanes);
+#endif
+}
 
 /* Relative error about 2e-7 between -87 and 88, clamped there; vectorises, unlike a library call. */
 static inline float fast_exp(float x) {

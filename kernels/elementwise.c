@@ -8,13 +8,12 @@
 
 #include "element.h"
 
-#define LANES 16 /* partial sums: the same order on every machine, and vectors where there are any */
 #define MANY 16  /* rows from which on a second thread pays */
 
 static inline float round_to_element(float x) { return widen(narrow(x)); }
 
-static float inverse_rms(const element *row, int64_t width, float eps) {
-    float partial[LANES] = {0.0f}, sum = 0.0f;
+static float inverse_rms(const element *restrict row, int64_t width, float eps) {
+    float partial[LANES] = {0.0f}, sum = 0.0f; /* LANES sums: one order on every machine */
     int64_t i = 0;
     for (; i + LANES <= width; i += LANES)
         for (int lane = 0; lane < LANES; lane++) {
@@ -26,7 +25,7 @@ static float inverse_rms(const element *row, int64_t width, float eps) {
     return 1.0f / sqrtf(sum / (float)width + eps);
 }
 
-static void normalise(const element *row, const element *weight, element *to, int64_t width,
+static void normalise(const element *restrict row, const element *restrict weight, element *restrict to, int64_t width,
                       float eps) {
     const float factor = inverse_rms(row, width, eps);
     for (int64_t i = 0; i < width; i++)
@@ -34,7 +33,7 @@ static void normalise(const element *row, const element *weight, element *to, in
 }
 
 /* out = weight * x / rms(x), row by row */
-void rms_norm(const element *x, const element *weight, element *out, int64_t rows, int64_t width,
+void rms_norm(const element *restrict x, const element *restrict weight, element *restrict out, int64_t rows, int64_t width,
               float eps) {
 #pragma omp parallel for schedule(static) if (rows >= MANY)
     for (int64_t r = 0; r < rows; r++)
@@ -42,8 +41,8 @@ void rms_norm(const element *x, const element *weight, element *out, int64_t row
 }
 
 /* sum = x + residual, out = weight * sum / rms(sum) */
-void add_rms_norm(const element *x, const element *residual, const element *weight, element *sum,
-                  element *out, int64_t rows, int64_t width, float eps) {
+void add_rms_norm(const element *restrict x, const element *restrict residual, const element *restrict weight, element *restrict sum,
+                  element *restrict out, int64_t rows, int64_t width, float eps) {
 #pragma omp parallel for schedule(static) if (rows >= MANY)
     for (int64_t r = 0; r < rows; r++) {
         const int64_t at = r * width;
@@ -54,15 +53,27 @@ void add_rms_norm(const element *x, const element *residual, const element *weig
 }
 
 /* out = silu(gate) * up; a row of gate_up is gate, then up, `width` of each */
-void silu_mul(const element *gate_up, element *out, int64_t rows, int64_t width) {
+void silu_mul(const element *restrict gate_up, element *restrict out, int64_t rows, int64_t width) {
 #pragma omp parallel for schedule(static) if (rows >= MANY)
     for (int64_t r = 0; r < rows; r++) {
-        const element *gate = gate_up + r * 2 * width, *up = gate + width;
-        element *to = out + r * width;
+        const element *restrict gate = gate_up + r * 2 * width, *restrict up = gate + width;
+        element *restrict to = out + r * width;
         for (int64_t i = 0; i < width; i++) {
             float g = widen(gate[i]);
             to[i] = narrow(round_to_element(g / (1.0f + fast_exp(-g))) * widen(up[i]));
         }
+    }
+}
+
+static inline void turn(const element *restrict from, const element *restrict c,
+                        const element *restrict s, element *restrict to, int64_t half) {
+#pragma omp simd
+    for (int64_t i = 0; i < half; i++) {
+        float low = widen(from[i]), high = widen(from[half + i]);
+        to[i] = narrow(round_to_element(low * widen(c[i])) -
+                       round_to_element(high * widen(s[i])));
+        to[half + i] = narrow(round_to_element(high * widen(c[half + i])) +
+                              round_to_element(low * widen(s[half + i])));
     }
 }
 
@@ -78,18 +89,9 @@ void rotate(const element *qkv, const element *q_norm, const element *k_norm, co
         for (int64_t h = 0; h < all; h++) {
             const element *from = qkv + t * stride + h * dim;
             const element *norm = h < heads ? q_norm : k_norm;
-            element *to = out + (t * all + h) * dim, normed[dim];
-            if (norm) {
-                normalise(from, norm, normed, dim, eps);
-                from = normed;
-            }
-            for (int64_t i = 0; i < half; i++) {
-                float low = widen(from[i]), high = widen(from[half + i]);
-                to[i] = narrow(round_to_element(low * widen(c[i])) +
-                               round_to_element(-high * widen(s[i])));
-                to[half + i] = narrow(round_to_element(high * widen(c[half + i])) +
-                                      round_to_element(low * widen(s[half + i])));
-            }
+            element normed[dim];
+            if (norm) normalise(from, norm, normed, dim, eps);
+            turn(norm ? normed : from, c, s, out + (t * all + h) * dim, half);
         }
     }
 }

@@ -39,57 +39,100 @@ typedef struct {
 
 typedef struct { int32_t segment, kv_head, first_row; } Task;
 
+/* Ask for what the next page's turn will need, a little with every step of this page's: hardware
+ * prefetchers stop at 4 KiB, and asking for a whole page at once would wait for the answers. */
+static inline void prefetch(const element *from, int count) {
+    for (int at = 0; at < count; at += 64 / (int)sizeof(element)) __builtin_prefetch(from + at);
+}
+
+/* Scores of `rows` query rows against a page, ROW_VECTORS registers each. `rows` is a constant where
+ * this is inlined, so that the sums stay in registers. */
 static inline __attribute__((always_inline)) void
-score_rows(int rows, const float *q, const element *keys, float *scores) {
-    float sum[6][PAGE];
+score_rows(const int rows, const float *q, const element *keys, const element *ahead, float *scores) {
+    lanes sum[12][PAGE / LANES];
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < PAGE; c++) sum[r][c] = 0.0f;
+        for (int v = 0; v < PAGE / LANES; v++) sum[r][v] = (lanes){0.0f};
     for (int d = 0; d < HEAD_DIM; d++) {
-        float key[PAGE];
-        for (int c = 0; c < PAGE; c++) key[c] = widen(keys[d * PAGE + c]);
-        for (int r = 0; r < rows; r++) {
-            float factor = q[r * HEAD_DIM + d];
-            for (int c = 0; c < PAGE; c++) sum[r][c] += factor * key[c];
-        }
+        prefetch(ahead + d * PAGE, PAGE);
+        lanes key[PAGE / LANES];
+        for (int v = 0; v < PAGE / LANES; v++) key[v] = load_lanes(keys + d * PAGE + v * LANES);
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < PAGE / LANES; v++) sum[r][v] += q[r * HEAD_DIM + d] * key[v];
     }
     memcpy(scores, sum, sizeof(float) * PAGE * rows);
 }
 
+/* mixed += weights * values for `rows` rows, SPAN dimensions at a time. */
 static inline __attribute__((always_inline)) void
-mix_rows(int rows, const float *weights, const element *values, int visible, float *mixed) {
-    enum { SPAN = HEAD_DIM % 64 == 0 ? 64 : HEAD_DIM };
-    for (int base = 0; base < HEAD_DIM; base += SPAN) {
-        float sum[4][SPAN];
+mix_rows(const int rows, const float *weights, const element *values, const element *ahead,
+         int visible, float *mixed) {
+    enum { SPAN = HEAD_DIM % 64 == 0 ? 64 : LANES };
+    for (int base = 0; base + SPAN <= HEAD_DIM; base += SPAN) {
+        lanes sum[6][SPAN / LANES];
         for (int r = 0; r < rows; r++)
-            for (int d = 0; d < SPAN; d++) sum[r][d] = mixed[r * HEAD_DIM + base + d];
+            memcpy(sum[r], mixed + r * HEAD_DIM + base, sizeof(float) * SPAN);
         for (int c = 0; c < visible; c++) {
-            float value[SPAN];
-            for (int d = 0; d < SPAN; d++) value[d] = widen(values[c * HEAD_DIM + base + d]);
-            for (int r = 0; r < rows; r++) {
-                float factor = weights[r * PAGE + c];
-                for (int d = 0; d < SPAN; d++) sum[r][d] += factor * value[d];
-            }
+            prefetch(ahead + c * HEAD_DIM + base, SPAN);
+            lanes value[SPAN / LANES];
+            for (int v = 0; v < SPAN / LANES; v++)
+                value[v] = load_lanes(values + c * HEAD_DIM + base + v * LANES);
+            for (int r = 0; r < rows; r++)
+                for (int v = 0; v < SPAN / LANES; v++) sum[r][v] += weights[r * PAGE + c] * value[v];
         }
         for (int r = 0; r < rows; r++)
-            for (int d = 0; d < SPAN; d++) mixed[r * HEAD_DIM + base + d] = sum[r][d];
+            memcpy(mixed + r * HEAD_DIM + base, sum[r], sizeof(float) * SPAN);
     }
+    for (int d = HEAD_DIM - HEAD_DIM % LANES; d < HEAD_DIM; d++) /* head sizes such as 8 or 24 */
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < visible; c++)
+                mixed[r * HEAD_DIM + d] += weights[r * PAGE + c] * widen(values[c * HEAD_DIM + d]);
 }
 
-static void score_page(int rows, const float *q, const element *keys, float *scores) {
+static void score_page(int rows, const float *q, const element *keys, const element *ahead,
+                       float *scores) {
     int r = 0;
-    for (; r + 6 <= rows; r += 6) score_rows(6, q + r * HEAD_DIM, keys, scores + r * PAGE);
-    for (; r + 3 <= rows; r += 3) score_rows(3, q + r * HEAD_DIM, keys, scores + r * PAGE);
-    for (; r < rows; r++) score_rows(1, q + r * HEAD_DIM, keys, scores + r * PAGE);
+    for (; r + 12 <= rows; r += 12) score_rows(12, q + r * HEAD_DIM, keys, ahead, scores + r * PAGE);
+    for (; r + 6 <= rows; r += 6) score_rows(6, q + r * HEAD_DIM, keys, ahead, scores + r * PAGE);
+    for (; r + 3 <= rows; r += 3) score_rows(3, q + r * HEAD_DIM, keys, ahead, scores + r * PAGE);
+    for (; r < rows; r++) score_rows(1, q + r * HEAD_DIM, keys, ahead, scores + r * PAGE);
 }
 
-static void mix_page(int rows, const float *weights, const element *values, int visible, float *mixed) {
+static void mix_page(int rows, const float *weights, const element *values, const element *ahead,
+                     int visible, float *mixed) {
     int r = 0;
-    for (; r + 4 <= rows; r += 4)
-        mix_rows(4, weights + r * PAGE, values, visible, mixed + r * HEAD_DIM);
+    for (; r + 6 <= rows; r += 6)
+        mix_rows(6, weights + r * PAGE, values, ahead, visible, mixed + r * HEAD_DIM);
     for (; r + 3 <= rows; r += 3)
-        mix_rows(3, weights + r * PAGE, values, visible, mixed + r * HEAD_DIM);
+        mix_rows(3, weights + r * PAGE, values, ahead, visible, mixed + r * HEAD_DIM);
     for (; r < rows; r++)
-        mix_rows(1, weights + r * PAGE, values, visible, mixed + r * HEAD_DIM);
+        mix_rows(1, weights + r * PAGE, values, ahead, visible, mixed + r * HEAD_DIM);
+}
+
+/* Halving a vector of known length step by step keeps the reductions in registers. */
+#define HALVE(values, n, combine)                                                                  \
+    for (int c = 0; c < (n); c++) (values)[c] = combine((values)[c], (values)[c + (n)]);
+#define REDUCE(values, combine)                                                                    \
+    HALVE(values, 16, combine)                                                                     \
+    HALVE(values, 8, combine)                                                                      \
+    HALVE(values, 4, combine)                                                                      \
+    HALVE(values, 2, combine)                                                                      \
+    HALVE(values, 1, combine)
+#define LARGER(a, b) ((a) > (b) ? (a) : (b))
+#define PLUS(a, b) ((a) + (b))
+_Static_assert(PAGE == 32, "REDUCE is written for pages of 32");
+
+static inline float highest_of(const float *scores) {
+    float best[PAGE];
+    memcpy(best, scores, sizeof best);
+    REDUCE(best, LARGER)
+    return best[0];
+}
+
+static inline float sum_of(const float *weights) {
+    float sum[PAGE];
+    memcpy(sum, weights, sizeof sum);
+    REDUCE(sum, PLUS)
+    return sum[0];
 }
 
 /* Scores to weights for one row: softcap, visibility, running maximum and sum. Returns the factor
@@ -97,24 +140,23 @@ static void mix_page(int rows, const float *weights, const element *values, int 
 static float soften(float *scores, int low, int high, float softcap, float *maximum, float *total) {
     if (softcap > 0.0f)
         for (int c = 0; c < PAGE; c++) scores[c] = softcap * tanhf(scores[c] / softcap);
-    if (low > 0 || high < PAGE)
+    const int is_partial = low > 0 || high < PAGE;
+    if (is_partial)
         for (int c = 0; c < PAGE; c++)
             scores[c] = (c >= low && c < high) ? scores[c] : -INFINITY;
-    float highest = *maximum;
-    for (int c = 0; c < PAGE; c++) highest = scores[c] > highest ? scores[c] : highest;
+    const float before = *maximum, here = highest_of(scores);
+    const float highest = here > before ? here : before;
     if (highest == -INFINITY) { /* nothing visible yet */
         for (int c = 0; c < PAGE; c++) scores[c] = 0.0f;
         return 1.0f;
     }
-    float sum = 0.0f;
-    for (int c = 0; c < PAGE; c++) {
-        float weight = fast_exp(scores[c] - highest);
-        scores[c] = (c >= low && c < high) ? weight : 0.0f;
-    }
-    for (int c = 0; c < PAGE; c++) sum += scores[c];
-    float decay = *maximum == -INFINITY ? 0.0f : fast_exp(*maximum - highest);
+    for (int c = 0; c < PAGE; c++) scores[c] = fast_exp(scores[c] - highest);
+    if (is_partial)
+        for (int c = 0; c < PAGE; c++) scores[c] = (c >= low && c < high) ? scores[c] : 0.0f;
+    const float decay =
+        before == highest ? 1.0f : before == -INFINITY ? 0.0f : fast_exp(before - highest);
     *maximum = highest;
-    *total = *total * decay + sum;
+    *total = *total * decay + sum_of(scores);
     return decay;
 }
 
@@ -149,8 +191,11 @@ static void run_task(const Step *step, const Layer *layer, Task task) {
     int64_t begin = window > 0 && position[0] - window + 1 > 0 ? position[0] - window + 1 : 0;
     for (int64_t page = begin / PAGE; page * PAGE < end; page++) {
         const int64_t first = page * PAGE;
-        const int64_t block = ((int64_t)pages[page] * layer->num_kv_heads + task.kv_head);
-        score_page(rows, q, layer->k_pages + block * HEAD_DIM * PAGE, scores);
+        const int64_t block = (int64_t)pages[page] * layer->num_kv_heads + task.kv_head;
+        const int64_t next_page = first + PAGE < end ? pages[page + 1] : pages[page];
+        const int64_t next = next_page * layer->num_kv_heads + task.kv_head;
+        score_page(rows, q, layer->k_pages + block * HEAD_DIM * PAGE,
+                   layer->k_pages + next * HEAD_DIM * PAGE, scores);
         for (int r = 0; r < rows; r++) {
             int64_t visible_end = layer->causal ? position[r] + 1 : end;
             int low = window > 0 ? clamp_page(position[r] - window + 1 - first) : 0;
@@ -159,8 +204,8 @@ static void run_task(const Step *step, const Layer *layer, Task task) {
             if (decay != 1.0f)
                 for (int d = 0; d < HEAD_DIM; d++) mixed[r * HEAD_DIM + d] *= decay;
         }
-        mix_page(rows, scores, layer->v_pages + block * HEAD_DIM * PAGE, clamp_page(end - first),
-                 mixed);
+        mix_page(rows, scores, layer->v_pages + block * HEAD_DIM * PAGE,
+                 layer->v_pages + next * HEAD_DIM * PAGE, clamp_page(end - first), mixed);
     }
     for (int r = 0; r < rows; r++) {
         int64_t token = (task.first_row + r) / group;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -171,6 +173,49 @@ def test_an_end_inside_an_accepted_block_ends_the_text(llama: Target) -> None:
             assert counts.accepted <= first
             assert counts.accepted + counts.steps >= first
             assert counts.accepted <= counts.verified <= counts.drafted
+
+
+def test_an_end_token_in_the_prompt_ends_nothing(llama: Target) -> None:
+    prompts = [[2, 5, 2, 2, 9], [2], [7, 2]]
+    requests = as_requests(prompts, Sampling(max_new_tokens=5))
+    free = texts(decode(llama, requests))
+    ended = texts(decode(llama, requests, ends=frozenset([2])))
+    for key, tokens in free.items():
+        stop = tokens.index(2) + 1 if 2 in tokens else len(tokens)
+        assert ended[key] == tokens[:stop]
+
+
+@dataclass(slots=True)
+class CountingWatch:
+    """Says stop at the token of a given number, as a stop string that ends there would."""
+
+    stop_at: int
+    seen: list[int] = field(default_factory=list)
+
+    def feed(self, token_id: int) -> bool:
+        self.seen.append(token_id)
+        return len(self.seen) == self.stop_at
+
+
+@pytest.mark.parametrize("stop_at", range(1, 2 * BLOCK + 2))
+def test_a_stop_string_at_every_offset_of_a_block(llama: Target, stop_at: int) -> None:
+    plain = texts(decode(llama, as_requests(random_prompts(3), GREEDY)))
+    watched = [
+        dataclasses.replace(request, stop_watch=CountingWatch(stop_at))
+        for request in as_requests(random_prompts(3), GREEDY)
+    ]
+    # Tiny memory as well: a preempted request must not show its tokens to the watch again.
+    for kv_tokens in (16384, 96):
+        for request in watched:
+            assert isinstance(request.stop_watch, CountingWatch)
+            request.stop_watch.seen.clear()
+        done = decode(llama, watched, drafter=replaying(watched, plain), kv_tokens=kv_tokens)
+        for request in watched:
+            completion, watch = done[request.key], request.stop_watch
+            assert isinstance(watch, CountingWatch)
+            assert completion.token_ids == watch.seen == plain[request.key][:stop_at]
+            assert completion.finish_reason == "stop"
+            assert completion.counts.accepted + completion.counts.steps >= stop_at - 1
 
 
 def test_a_real_token_equal_to_the_mask_id_is_kept(llama: Target) -> None:

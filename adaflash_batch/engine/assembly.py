@@ -120,7 +120,7 @@ def _load_net(folder: Path, target: Target, tokenizer_digest: str | None) -> DFl
 def _kv_tokens(plan: DecoderPlan, target: Target, net: DFlash | None) -> int:
     """Tokens that KV memory holds, never more than full concurrency at full length can use."""
     drafted = 0 if net is None else BlockDrafter.bytes_per_token(net)
-    block = 0 if net is None else net.config.block_size
+    block = 0 if net is None else net.config.num_drafts + 1
     per_token = target.bytes_per_token + drafted
     given = plan.kv_bytes if plan.kv_bytes is not None else kv_budget(target.device)
     longest = -(-(_context(plan, target) + block) // PAGE) * PAGE

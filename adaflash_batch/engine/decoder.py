@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from adaflash_batch.engine.accept import emitted_tokens
+from adaflash_batch.engine.capture import Capture, Piece, Recording
 from adaflash_batch.engine.drafting import DraftBatch, Drafter
 from adaflash_batch.engine.packing import Packed, PageTable, pack, ranges
 from adaflash_batch.engine.pages import PagePool
@@ -17,6 +18,7 @@ from adaflash_batch.engine.sampling import ChoiceBlock, TokenHistory, choose
 from adaflash_batch.engine.scheduler import Scheduled, Scheduler
 from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
 from adaflash_batch.engine.target import Target
+from adaflash_batch.exchange import Trajectory
 from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.kernels.paged_attention import PackedStep
 from adaflash_batch.request import Completion, FinishReason, Request, RowError, Timing
@@ -35,6 +37,8 @@ class _Entry:
     first_token: float | None = None
     history: TokenHistory | None = None
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
+    recording: Recording | None = None
+    reason: FinishReason | None = None
 
     @property
     def num_prompt(self) -> int:
@@ -47,24 +51,22 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One request's part in this step, with its drafts."""
+    """One request's part in this step, with its drafts.
+
+    num_choices: rows of logits wanted, none in the middle of a prefill.
+    """
 
     entry: _Entry
     scheduled: Scheduled
     drafts: list[int]
     num_drafted: int
+    num_choices: int
 
     @property
     def is_verification(self) -> bool:
         """Whether a text is extended, rather than a prompt (or a preempted text) computed."""
         entry = self.entry
         return entry.num_generated > 0 and self.scheduled.sequence.is_decoding
-
-    @property
-    def num_choices(self) -> int:
-        """Rows of logits wanted: none in the middle of a prefill."""
-        sequence, num_known = self.scheduled.sequence, self.scheduled.num_known
-        return len(self.drafts) + 1 if sequence.computed + num_known == sequence.known else 0
 
 
 class Decoder:
@@ -114,9 +116,20 @@ class Decoder:
         self._clock = clock
         self._entries: dict[ScheduledSequence, _Entry] = {}
         self._finished: list[Completion] = []
+        self._capture: Capture | None = None
         self.num_steps = 0
         self.num_generated = 0
         self.num_prefilled = 0
+
+    @property
+    def target(self) -> Target:
+        """The model."""
+        return self._target
+
+    def capture(self, layer_ids: tuple[int, ...], emit: Callable[[Trajectory], None]) -> None:
+        """From now on hand the states of every finished request to `emit`; see `Capture`."""
+        assert not self._entries, "requests are on their way already"
+        self._capture = Capture(self._target, layer_ids, emit)
 
     @property
     def has_work(self) -> bool:
@@ -164,6 +177,8 @@ class Decoder:
             return
         self._entries[sequence] = entry
         self._scheduler.add(sequence)
+        if self._capture is not None:
+            entry.recording = self._capture.begin(len(prompt), limit)
 
     def _misfit(self, limit: int, sequence: ScheduledSequence) -> RowError | None:
         if limit > self.context:
@@ -179,12 +194,14 @@ class Decoder:
     def step(self) -> list[Completion]:
         """Advance every scheduled request once; return what is finished."""
         plan = self._scheduler.plan(self._width)
+        assert plan or not self._entries, "requests are left and none of them can move"
         if plan:
             items = self._draft(plan)
             packed = self._pack(items)
             choices, sound = self._verify(items, packed)
             survivors = self._commit(items, choices, sound)
             self._absorb(items, packed, survivors)
+            self._record(items, packed)
             self.num_steps += 1
         finished, self._finished = self._finished, []
         return finished
@@ -210,7 +227,9 @@ class Decoder:
         entry = self._entries[scheduled.sequence]
         if entry.admitted is None:
             entry.admitted = self._clock()
-        return _Item(entry, scheduled, drafts[: scheduled.width], len(drafts))
+        sequence, kept = scheduled.sequence, drafts[: scheduled.width]
+        is_complete = sequence.computed + scheduled.num_known == sequence.known
+        return _Item(entry, scheduled, kept, len(drafts), len(kept) + 1 if is_complete else 0)
 
     def _mark_version(self, counts: SpeculationCounts) -> None:
         assert self._drafter is not None
@@ -312,6 +331,7 @@ class Decoder:
             entry.first_token = self._clock()
 
     def _finish(self, entry: _Entry, reason: FinishReason, error: RowError | None = None) -> None:
+        entry.reason = reason
         self._scheduler.remove(entry.sequence)
         del self._entries[entry.sequence]
         self._finished.append(self._completion(entry, reason, error))
@@ -347,6 +367,26 @@ class Decoder:
         step = PackedStep(start, length, packed.context[staying], table)
         features = self._target.tapped(self._drafter.tapped_layers, rows)
         self._drafter.absorb(step, torch.from_numpy(packed.positions)[rows], features)
+
+    def _record(self, items: list[_Item], packed: Packed) -> None:
+        """Keep what the target saw, of the texts that end in this step too."""
+        if self._capture is None:
+            return
+        places = zip(items, packed.start.tolist(), packed.context.tolist(), strict=True)
+        self._capture.record([_piece(*each) for each in places])
+        for item in items:
+            entry = item.entry
+            if entry.recording is not None and entry.reason in ("stop", "length"):
+                self._capture.finish(entry.recording, entry.request, entry.tokens)
+
+
+def _piece(item: _Item, row: int, position: int) -> Piece:
+    """What stays of it, after `_commit`, which moved `computed` behind the last such token."""
+    entry, num_known = item.entry, item.scheduled.num_known
+    assert entry.recording is not None
+    count = item.scheduled.sequence.computed - position
+    num_chosen = count - num_known + 1 if item.num_choices and count else 0
+    return Piece(entry.recording, row, position, count, item.num_choices, num_chosen)
 
 
 def _common(drafts: Sequence[int], emitted: Sequence[int]) -> int:

@@ -103,6 +103,8 @@ class Target:
         self.dtype: torch.dtype = self._model.dtype
         self._taps: dict[int, torch.Tensor] = {}
         self._tapped: set[int] = set()
+        self._head_input: torch.Tensor | None = None
+        self._head_is_tapped = False
         self.num_forward_tokens = 0
         self._shapes = _probe_shapes(self._model, self.num_layers)
 
@@ -185,6 +187,20 @@ class Target:
         """What the last forward left at these layers: [rows, len(layer_ids) * H]."""
         states = [self._taps[layer_id].view(-1, self.hidden_size) for layer_id in layer_ids]
         return torch.cat(states if rows is None else [state[rows] for state in states], dim=-1)
+
+    def tap_head(self) -> None:
+        """Keep what the output layer is given, for `head_input`."""
+        if not self._head_is_tapped:
+            self._model.get_output_embeddings().register_forward_pre_hook(self._keep_head_input)
+        self._head_is_tapped = True
+
+    def _keep_head_input(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        self._head_input = inputs[0]
+
+    def head_input(self) -> torch.Tensor:
+        """The last hidden states [R, H] behind the logits of the last forward."""
+        assert self._head_input is not None
+        return self._head_input.view(-1, self.hidden_size)
 
     def forward(
         self,

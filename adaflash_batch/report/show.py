@@ -24,6 +24,8 @@ def shorten(text: str, num_characters: int = NUM_CHARACTERS) -> str:
 
 def sample_rows(output: Path, prompt_column: str | None, prefix: str) -> list[tuple[str, str]]:
     """(prompt, completion) of a few rows, spread over the job."""
+    if not any(output.glob("part-*.parquet")):  # an input without rows leaves none
+        return []
     parts = pl.scan_parquet(output / "part-*.parquet")
     columns = parts.collect_schema().names()
     # Unless the job says, its prompts are in the column of that name, or else in the first.

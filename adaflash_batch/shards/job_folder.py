@@ -61,6 +61,11 @@ class JobFolder:
         self._write(JOB, {"fingerprint": mark, "spec": spec, "text_facts": text_facts})
         return mark
 
+    def has_summary(self) -> bool:
+        """Whether an earlier run left its summary."""
+        path = f"{self._path}/{SUMMARY}"
+        return bool(stat(self._filesystem, path).type == fs.FileType.File)
+
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Replace summary.json."""
         self._write(SUMMARY, summary)
