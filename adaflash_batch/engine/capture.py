@@ -35,7 +35,7 @@ class Recording:
 
 
 class Piece(NamedTuple):
-    """A request's part in a forward pass, of which `count` tokens stay in its text.
+    """A request's part in a forward pass, of which `num_kept` tokens stay in its text.
 
     row: the packed row of its first token.
     position: that token's position.
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
     recording: Recording
     row: int
     position: int
-    count: int
+    num_kept: int
     num_choices: int
     num_chosen: int
 
@@ -86,14 +86,14 @@ class Capture:
     def record(self, pieces: Sequence[Piece]) -> None:
         """Copy what the last forward pass computed, all of its pieces in order."""
         # A preempted request is computed anew: what is known already stays as it was.
-        fresh = [max(p.position + p.count - p.recording.num_features, 0) for p in pieces]
-        ends = [p.row + p.count for p in pieces]
+        fresh = [max(p.position + p.num_kept - p.recording.num_features, 0) for p in pieces]
+        ends = [p.row + p.num_kept for p in pieces]
         rows = [torch.arange(end - new, end) for end, new in zip(ends, fresh, strict=True)]
         features = self._target.tapped(self._layer_ids, torch.cat(rows))
         for piece, part in zip(pieces, features.split(fresh), strict=True):  # type: ignore[no-untyped-call]
             recording = piece.recording
             assert recording.num_features >= piece.position, "a gap in the features"
-            begin, recording.num_features = recording.num_features, piece.position + piece.count
+            begin, recording.num_features = recording.num_features, piece.position + piece.num_kept
             recording.num_features = max(begin, recording.num_features)
             recording.features[begin : recording.num_features] = part
         self._record_hidden(pieces)
