@@ -5,7 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11
-TORCH ?= torch==2.13.0
+# Without a GPU an open range would bring gigabytes of CUDA.
+TORCH ?= $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
 OUT := out/demo
 # Errors only: pip warns at length about mirrors and about running as root.
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --root-user-action=ignore

@@ -1,3 +1,5 @@
+"""Blocks: anchors, labels, weights and who sees what; attention equals the reference, gradients too."""
+
 from __future__ import annotations
 
 import dataclasses

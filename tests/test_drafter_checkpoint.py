@@ -1,3 +1,5 @@
+"""Checkpoints of a drafter: what loads, and every refusal by its words."""
+
 from __future__ import annotations
 
 import copy

@@ -1,3 +1,5 @@
+"""The drafter network equals its reference, packed and fused, and learns everywhere."""
+
 from __future__ import annotations
 
 import copy

@@ -1,3 +1,5 @@
+"""A saved drafter is what was saved, in the published layout, whole or not at all."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -1,3 +1,5 @@
+"""The objective's value and gradient against plain autograd in float64."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -215,7 +215,11 @@ def test_a_stop_string_at_every_offset_of_a_block(llama: Target, stop_at: int) -
             assert isinstance(watch, CountingWatch)
             assert completion.token_ids == watch.seen == plain[request.key][:stop_at]
             assert completion.finish_reason == "stop"
-            assert completion.counts.accepted + completion.counts.steps >= stop_at - 1
+            counts = completion.counts
+            assert counts.accepted <= counts.verified
+            # The first token comes from the prefill, as does one after each preemption.
+            if kv_tokens == 16384:
+                assert counts.accepted + counts.steps in (stop_at - 1, stop_at)
 
 
 def test_a_real_token_equal_to_the_mask_id_is_kept(llama: Target) -> None:
