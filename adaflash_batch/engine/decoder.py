@@ -110,8 +110,9 @@ class Decoder:
         self._scheduler = Scheduler(
             pool, max_running=max_running, token_budget=token_budget, reserve=block
         )
-        self._table = PageTable(max_running, pool.num_pages * PAGE)
         self.context = context if context is not None else target.context
+        longest = min(self.context + block, pool.num_pages * PAGE)
+        self._table = PageTable(max_running, longest)
         self.end_token_ids = end_token_ids
         self._clock = clock
         self._entries: dict[ScheduledSequence, _Entry] = {}
