@@ -355,7 +355,8 @@ def _summarise(spec: JobSpec, run: _Run, output: Output, wall_s: float) -> Summa
         "elapsed_s": round(run.decode_s, 3),
         "setup_s": round(wall_s - run.decode_s, 3),
         "tokens_per_s": None if speed is None else round(speed, 2),
-        "emitted_per_step": _rounded(run.counts.emitted_per_step),
+        # Plain decoding emits one token a step, which says nothing.
+        "emitted_per_step": _rounded(run.counts.emitted_per_step) if run.counts.drafted else None,
         "acceptance_rate": _rounded(run.counts.acceptance_rate),
         "preemptions": run.num_preemptions,
         "parts_written": output.num_parts,

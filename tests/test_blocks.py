@@ -1,4 +1,4 @@
-"""Blocks: anchors, labels, weights and who sees what; attention equals the reference, gradients too."""
+"""Blocks: anchors, labels, weights, who sees what; attention equals the reference, gradients too."""
 
 from __future__ import annotations
 
