@@ -1,4 +1,4 @@
-"""Blocks: anchors, labels, weights, who sees what; attention equals the reference, gradients too."""
+"""Blocks: anchors, labels, weights, who sees what; attention and gradients equal the reference."""
 
 from __future__ import annotations
 
