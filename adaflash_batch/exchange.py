@@ -20,7 +20,8 @@ class Trajectory:
         features: outputs of the tapped layers side by side, of positions 0, 1, ... [L - 1 or L, F].
             The last token's are there only if it was an accepted draft.
         last_hidden: what the target's lm_head was given at positions first_hidden,
-            first_hidden + 1, ... [up to L - first_hidden, H], L - 1 - first_hidden at least.
+            first_hidden + 1, ... [up to L - first_hidden, H], L - 1 - first_hidden at least;
+            None where only the tokens are wanted as labels.
         first_hidden: prompt_length - 1, whose state chose the first new token.
     """
 
@@ -28,5 +29,5 @@ class Trajectory:
     token_ids: Tensor
     prompt_length: int
     features: Tensor
-    last_hidden: Tensor
+    last_hidden: Tensor | None
     first_hidden: int

@@ -78,6 +78,7 @@ def check(
         assert len(trajectory.features) in (length - 1, length)
         first = trajectory.first_hidden
         assert first == trajectory.prompt_length - 1
+        assert trajectory.last_hidden is not None
         assert length - 1 <= first + len(trajectory.last_hidden) <= length
         assert_same(trajectory.features, features[: len(trajectory.features)])
         assert_same(trajectory.last_hidden, hidden[first : first + len(trajectory.last_hidden)])
@@ -151,6 +152,7 @@ def test_states_serve_a_trainer(llama: Target) -> None:
     """Tensors made in inference mode could not be saved for a backward pass."""
     _, found, _ = capturing(llama, as_requests([[5, 6]], GREEDY))
     (trajectory,) = found.values()
+    assert trajectory.last_hidden is not None
     weight = torch.zeros(3, trajectory.features.shape[1], requires_grad=True)
     hidden = torch.zeros(3, trajectory.last_hidden.shape[1], requires_grad=True)
     loss = (trajectory.features @ weight.T).sum() + (trajectory.last_hidden @ hidden.T).sum()

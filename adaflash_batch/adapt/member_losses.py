@@ -1,0 +1,179 @@
+"""What each member of the family is trained for: the objective, and its own parts' share of it.
+
+# B blocks, N slots of a block that draft, K candidates, V rows of the head, H hidden
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from adaflash_batch.adapt.blocks import Blocks
+from adaflash_batch.adapt.losses import Head, Objective, draft_loss
+from adaflash_batch.drafter.model import DFlash
+from adaflash_batch.drafter.selector import best_candidates
+
+# Blocks whose logits are held at once.
+_BLOCKS_AT_ONCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLoss:
+    """The loss of a batch.
+
+    Attributes:
+        value: a scalar with a gradient.
+        positions: supervised positions.
+        hits: those where the argmax of the lm_head (with the Markov head's part) is the label.
+    """
+
+    value: Tensor
+    positions: int
+    hits: int
+
+
+def member_loss(
+    net: DFlash,
+    objective: Objective,
+    head: Head,
+    hidden: Tensor,
+    blocks: Blocks,
+    teacher: Tensor | None,
+) -> MemberLoss:
+    """The objective over the blocks; the predecessor of each position is the true one.
+
+    Args:
+        hidden: [T, H], from `forward_blocks`.
+        teacher: the rows of `pack_teacher`; None for the cross-entropy alone.
+    """
+    if net.markov_head is not None:
+        return _markov_loss(net, objective, head, hidden, blocks, teacher)
+    rows = blocks.teacher_rows.flatten()
+    taught_by = None if teacher is None else teacher[rows]
+    labels, weights = blocks.labels.flatten(), blocks.weights.flatten()
+    loss, stats = draft_loss(objective, head, hidden, weights, taught_by, labels)
+    if net.candidate_selector is not None:
+        loss = loss + _selector_loss(net, head, hidden, blocks)
+    return MemberLoss(loss, stats.positions, int(stats.hits.sum()))
+
+
+def predecessors(blocks: Blocks, first_slot: int) -> Tensor:
+    """Ids [B, N] of the token before each one that is drafted; the anchor first."""
+    labels = blocks.labels[:, first_slot:]
+    return torch.cat((blocks.token_ids[:, :1], labels[:, :-1]), dim=1)
+
+
+def _selector_loss(net: DFlash, head: Head, hidden: Tensor, blocks: Blocks) -> Tensor:
+    """Cross-entropy among the best candidates, where the label is one of them."""
+    config, selector = net.config, net.candidate_selector
+    assert selector is not None
+    rows = net.drafting_rows(hidden)
+    labels = head.rows(blocks.labels[:, config.first_slot :].flatten())
+    weights = blocks.weights[:, config.first_slot :].flatten().where(labels >= 0, 0.0)
+    previous = predecessors(blocks, config.first_slot).flatten()
+    losses, taught = [hidden.new_zeros(0, dtype=torch.float32)], [weights[:0]]
+    step = _BLOCKS_AT_ONCE * config.num_drafts
+    flat = rows.flatten(0, 1)
+    for begin in range(0, len(flat), step):
+        part = slice(begin, begin + step)
+        candidates = _candidates(head, flat[part].detach(), config.selector_top_k)
+        found = candidates == labels[part].unsqueeze(-1)
+        chosen = (weights[part] > 0) & found.any(-1)
+        logits = torch.einsum("nh,nkh->nk", flat[part], head.weight[candidates])
+        tokens = _tokens(head, candidates)
+        scores = net.scaled(logits) + selector.edges(flat[part], previous[part], tokens)
+        gold = found[chosen].int().argmax(-1)
+        losses.append(F.cross_entropy(scores[chosen], gold, reduction="none"))
+        taught.append(weights[part][chosen])
+    total = (torch.cat(losses) * torch.cat(taught)).sum()
+    return total / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
+
+
+@torch.no_grad()
+def _candidates(head: Head, rows: Tensor, count: int) -> Tensor:
+    logits = F.linear(rows.to(head.weight.dtype), head.weight)
+    return best_candidates(logits, min(count, len(head.weight)))[1]
+
+
+def _tokens(head: Head, rows: Tensor) -> Tensor:
+    """The token ids of rows of the head."""
+    if head.row_of_token is None:
+        return rows
+    return torch.nonzero(head.row_of_token >= 0).flatten()[_rank(head)[rows]]
+
+
+def _rank(head: Head) -> Tensor:
+    """For each row of a restricted head, which of the tokens in ascending order it stands for."""
+    assert head.row_of_token is not None
+    order = head.row_of_token[head.row_of_token >= 0]
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=order.device)
+    return rank
+
+
+def _markov_loss(
+    net: DFlash,
+    objective: Objective,
+    head: Head,
+    hidden: Tensor,
+    blocks: Blocks,
+    teacher: Tensor | None,
+) -> MemberLoss:
+    first = net.config.first_slot
+    rows, previous = net.drafting_rows(hidden), predecessors(blocks, first)
+    labels = head.rows(blocks.labels[:, first:])
+    weights = blocks.weights[:, first:].where(labels >= 0, 0.0)
+    taught_by = blocks.teacher_rows[:, first:]
+    total, hits = hidden.new_zeros((), dtype=torch.float32), 0
+    for begin in range(0, len(rows), _BLOCKS_AT_ONCE):
+        part = slice(begin, begin + _BLOCKS_AT_ONCE)
+        wanted = None if teacher is None else teacher[taught_by[part]]
+        inputs = (rows[part], previous[part], labels[part], weights[part], wanted)
+        # Computed again in the backward pass rather than kept: logits are the largest tensors.
+        loss, right = checkpoint(_markov_part, net, objective, head, *inputs, use_reentrant=False)
+        total, hits = total + loss, hits + int(right)
+    value = total / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
+    return MemberLoss(value, int((weights > 0).sum()), hits)
+
+
+def _markov_part(
+    net: DFlash,
+    objective: Objective,
+    head: Head,
+    rows: Tensor,
+    previous: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    teacher: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(weighted sum of the losses, hits) of some blocks."""
+    assert net.markov_head is not None
+    bias = net.markov_head.bias(rows, previous)
+    if head.row_of_token is not None:
+        bias = bias[..., _tokens(head, torch.arange(len(head.weight), device=bias.device))]
+    active = weights > 0
+    logits = (F.linear(rows.to(head.weight.dtype), head.weight) + bias)[active].float()
+    wanted = labels[active]
+    losses = F.cross_entropy(logits, wanted, reduction="none")
+    ce_share, kl_share = objective.shares
+    if kl_share:
+        assert teacher is not None, f"{objective.kind} needs a teacher"
+        by_teacher = F.linear(teacher[active].to(head.weight.dtype), head.weight).float()
+        losses = ce_share * losses + kl_share * _divergence(objective, logits, by_teacher)
+    hits = (logits.detach().argmax(-1) == wanted).sum()
+    return (losses * weights[active]).sum(), hits
+
+
+def _divergence(objective: Objective, student: Tensor, teacher: Tensor) -> Tensor:
+    """As `Objective` says, from logits [.., V]."""
+    log_q, log_p = student.log_softmax(-1), teacher.log_softmax(-1)
+    if objective.kind == "forward_kl":
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+    entries = log_q.exp() * (log_q - log_p)
+    if objective.clip is not None:
+        entries = entries.clamp(max=objective.clip)
+    return entries.sum(-1)

@@ -1,0 +1,174 @@
+"""One update of a drafter: blocks, loss, gradient, AdamW on float32 master weights."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adaflash_batch.adapt.block_attention import forward_blocks
+from adaflash_batch.adapt.blocks import pack_features, pack_teacher, sample_blocks
+from adaflash_batch.adapt.losses import Head, Objective
+from adaflash_batch.adapt.member_losses import MemberLoss, member_loss
+from adaflash_batch.drafter.model import DFlash
+from adaflash_batch.exchange import Trajectory
+
+_CLIP = 1.0
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What an update did.
+
+    Attributes:
+        loss: before it.
+        hit_rate: share of the supervised positions that were drafted right; 0 without any.
+        is_dropped: the loss or the gradient was not finite, so nothing was changed.
+    """
+
+    loss: float
+    hit_rate: float
+    is_dropped: bool
+
+
+class DrafterTrainer:
+    """Trains a drafter on trajectories; the same calls on one machine give the same weights.
+
+    Args:
+        net: float32, the master weights; changed in place.
+        embedding: the target's, [vocabulary, H].
+        head: the target's lm_head, whole or restricted to a draft vocabulary.
+        objective: the loss.
+        gamma: decay of the position weights.
+        anchors: blocks of each trajectory in an update.
+        weight_decay: of matrices; norms and biases have none.
+        compute: dtype of forward and backward.
+    """
+
+    def __init__(
+        self,
+        net: DFlash,
+        *,
+        embedding: Tensor,
+        head: Head,
+        objective: Objective,
+        gamma: float,
+        anchors: int,
+        weight_decay: float,
+        compute: torch.dtype,
+    ) -> None:
+        self.net = net
+        # The weights that the next update sees, in the dtype of forward and backward.
+        self.working = net if compute == torch.float32 else copy.deepcopy(net).to(compute)
+        self._embedding = embedding.to(compute)
+        self._head = Head(head.weight.to(compute), head.row_of_token)
+        self._objective, self._gamma, self._anchors = objective, gamma, anchors
+        named = dict(net.named_parameters())
+        matrices = [p for p in named.values() if p.dim() > 1]
+        others = [p for p in named.values() if p.dim() <= 1]
+        self._optimiser = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ]
+        )
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether trajectories must come with last hidden states."""
+        return self._objective.kind != "ce"
+
+    def update(
+        self, trajectories: Sequence[Trajectory], generator: torch.Generator, rate: float
+    ) -> Update:
+        """One step of AdamW.
+
+        Args:
+            trajectories: whose blocks are trained on.
+            generator: picks the anchors.
+            rate: the learning rate of this step.
+        """
+        result = self._loss(trajectories, generator)
+        rate_of_hits = result.hits / result.positions if result.positions else 0.0
+        loss = float(result.value.detach())
+        if not result.value.requires_grad or not math.isfinite(loss):
+            return Update(loss, rate_of_hits, is_dropped=True)
+        result.value.backward()  # type: ignore[no-untyped-call]
+        self._collect_gradients()
+        norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), _CLIP)
+        is_sound = bool(norm.isfinite())
+        if is_sound:
+            for group in self._optimiser.param_groups:
+                group["lr"] = rate
+            self._optimiser.step()
+            self._spread_weights()
+        self._optimiser.zero_grad()
+        return Update(loss, rate_of_hits, is_dropped=not is_sound)
+
+    def _loss(self, trajectories: Sequence[Trajectory], generator: torch.Generator) -> MemberLoss:
+        config = self.net.config
+        blocks = sample_blocks(trajectories, config, self._gamma, self._anchors, generator)
+        if not blocks.spans:
+            return MemberLoss(self._embedding.new_zeros(()), 0, 0)
+        place, dtype = self._embedding.device, self._embedding.dtype
+        features = pack_features(blocks, trajectories).to(place, dtype)
+        teacher = pack_teacher(trajectories) if self.needs_teacher else None
+        blocks = blocks.to(place)
+        embeddings = self._embedding[blocks.token_ids.flatten()]
+        hidden = forward_blocks(self.working, blocks, features, embeddings)
+        if teacher is not None:
+            teacher = teacher.to(place, dtype)
+        return member_loss(self.working, self._objective, self._head, hidden, blocks, teacher)
+
+    def _collect_gradients(self) -> None:
+        if self.working is self.net:
+            return
+        pairs = zip(self.net.parameters(), self.working.parameters(), strict=True)
+        for master, working in pairs:
+            master.grad = None if working.grad is None else working.grad.float()
+            working.grad = None
+
+    def _spread_weights(self) -> None:
+        if self.working is self.net:
+            return
+        with torch.no_grad():
+            pairs = zip(self.net.parameters(), self.working.parameters(), strict=True)
+            for master, working in pairs:
+                working.copy_(master)
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and moments, by name."""
+        tensors = {f"weight.{n}": p.detach() for n, p in self.net.named_parameters()}
+        for name, parameter in self.net.named_parameters():
+            for moment, value in self._optimiser.state.get(parameter, {}).items():
+                tensors[f"{moment}.{name}"] = value
+        return tensors
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from a `state`."""
+        for name, parameter in self.net.named_parameters():
+            parameter.copy_(tensors[f"weight.{name}"])
+            if f"step.{name}" in tensors:
+                kinds = ("step", *_MOMENTS)
+                moments = {kind: tensors[f"{kind}.{name}"].clone() for kind in kinds}
+                self._optimiser.state[parameter] = moments
+        self._spread_weights()
+
+
+def learning_rate(peak: float, warm_up: float, progress: float) -> float:
+    """Cosine from the peak to 0 after a linear warm-up.
+
+    Args:
+        peak: its highest value.
+        warm_up: share of the training that it takes to get there.
+        progress: share of the training that is done, above 0.
+    """
+    if progress < warm_up:
+        return peak * progress / warm_up
+    return peak * 0.5 * (1.0 + math.cos(math.pi * (progress - warm_up) / (1.0 - warm_up)))
