@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Optional, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
+from adaflash_batch import drafter_commands
 from adaflash_batch.errors import AdaflashError, ConfigError
 from adaflash_batch.spec import JobSpec, section_fields
 from adaflash_batch.spec_sources import flag_name
@@ -176,3 +177,4 @@ def _flag_type(annotation: Any) -> tuple[type, str | None, bool]:
 run.__signature__ = inspect.Signature(list(_run_parameters()))  # type: ignore[attr-defined]
 # Typer would keep the docstring's line ends.
 app.command(help=" ".join((run.__doc__ or "").split()))(run)
+app.add_typer(drafter_commands.app, name="drafter")

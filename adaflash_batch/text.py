@@ -116,6 +116,12 @@ class TextCodec:
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     @property
+    def special_token_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens that stand for no text."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        return tuple(token_id for token_id, token in added if token.special)
+
+    @property
     def uses_chat_template(self) -> bool:
         """Whether prompts go through a chat template."""
         return self._template is not None

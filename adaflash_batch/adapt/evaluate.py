@@ -125,5 +125,7 @@ def _count(result: Acceptance, agrees: Tensor, num_known: Tensor) -> list[int]:
 def _walk(counts: SpeculationCounts, accepted: Sequence[int], num_drafts: int) -> None:
     place = 0
     while place < len(accepted):
-        counts.record(num_drafts, num_drafts, accepted[place])
+        # Of the tokens behind an anchor one is always the target's own, at the end of the text too.
+        taken = min(accepted[place], len(accepted) - 1 - place)
+        counts.record(num_drafts, num_drafts, taken)
         place += accepted[place] + 1

@@ -132,8 +132,8 @@ class TrajectoryStore:
             if len(chunks) < 2:
                 raise ConfigError(
                     f"the trajectories of one chunk take more than --disk allows: "
-                    f"{wanted / 2**20:.0f} MiB after {sum(sizes) / 2**20:.0f} MiB, of "
-                    f"{self._most_bytes / 2**20:.0f} MiB",
+                    f"{wanted / 2**20:.1f} MiB after {sum(sizes) / 2**20:.1f} MiB, of "
+                    f"{self._most_bytes / 2**20:.1f} MiB",
                     "give more with --disk, or tap fewer layers, or lower --concurrency",
                 )
             oldest, _ = chunks.pop(0), sizes.pop(0)

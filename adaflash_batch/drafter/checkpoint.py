@@ -2,6 +2,7 @@
 
 load(folder, target, dtype=...)  the drafter, or a ConfigError that names both sides
 save(model, folder, extra)       a folder that other engines load too; whole or not at all
+inspect(folder)                  what it is, without a target
 identity(folder)                 a digest, for statistics
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -21,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from adaflash_batch.drafter import members
 from adaflash_batch.drafter.config import DrafterConfig
 from adaflash_batch.drafter.fields import Fields
 from adaflash_batch.drafter.layout import parse, render
@@ -62,6 +65,45 @@ class TargetFacts:
     tokenizer_digest: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointView:
+    """What a folder says of itself.
+
+    Attributes:
+        config: the drafter's shape.
+        num_parameters: numbers in its weight files, copies of the target's included.
+        num_bytes: their size on disk.
+        own: the field `adaflash` of config.json, {} without.
+    """
+
+    config: DrafterConfig
+    num_parameters: int
+    num_bytes: int
+    own: Mapping[str, Any]
+
+
+def inspect(folder: str | Path) -> CheckpointView:
+    """Read what a checkpoint is without its weights. Raises ConfigError where `load` would.
+
+    Where the file does not say how many layers the target has, it is as few as the taps allow.
+    """
+    folder = Path(folder)
+    fields = Fields(_read_json(folder / CONFIG), str(folder))
+    members.identify(fields)
+    config = parse(fields, max(fields.integers("target_layer_ids")) + 2)
+    paths, count = _weight_files(folder, fields), 0
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise fields.refuse(f"{path.name} is not a whole safetensors file: {error}") from error
+        count += sum(math.prod(shape) for shape in shapes)
+    own = fields.raw.get("adaflash")
+    size = sum(path.stat().st_size for path in paths)
+    return CheckpointView(config, count, size, own if isinstance(own, Mapping) else {})
+
+
 def load(folder: str | Path, target: TargetFacts, *, dtype: torch.dtype) -> DFlash:
     """The drafter in a folder, on the CPU, its weights in `dtype`.
 
@@ -92,13 +134,19 @@ def load(folder: str | Path, target: TargetFacts, *, dtype: torch.dtype) -> DFla
     return model
 
 
-def save(model: DFlash, folder: str | Path, extra_config: Mapping[str, Any] | None = None) -> None:
+def save(
+    model: DFlash,
+    folder: str | Path,
+    extra_config: Mapping[str, Any] | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
+) -> None:
     """Write a checkpoint to a folder that does not exist yet: flushed, then renamed into place.
 
     Args:
         model: in the dtype to be written.
         folder: raises ConfigError when there is one already.
         extra_config: further top-level fields of config.json, e.g. `{"adaflash": {...}}`.
+        extra_files: further files by name, e.g. `README.md`.
     """
     folder = Path(folder)
     if folder.exists():
@@ -115,7 +163,9 @@ def save(model: DFlash, folder: str | Path, extra_config: Mapping[str, Any] | No
     try:
         save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
         (scratch / CONFIG).write_text(json.dumps(config | extra, indent=2) + "\n", "utf-8")
-        for path in (scratch / WEIGHTS, scratch / CONFIG, scratch):
+        for name, content in (extra_files or {}).items():
+            (scratch / name).write_bytes(content)
+        for path in (*scratch.iterdir(), scratch):
             _flush(path)
         scratch.rename(folder)
     finally:

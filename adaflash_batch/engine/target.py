@@ -146,6 +146,11 @@ class Target:
         return target
 
     @property
+    def text_config(self) -> Any:
+        """transformers' config of the text model."""
+        return self._model.config.get_text_config()
+
+    @property
     def bytes_per_token(self) -> int:
         """KV memory that one token takes."""
         elements = sum(2 * shape.num_kv_heads * shape.head_dim for shape in self._shapes)

@@ -1,0 +1,102 @@
+"""What is said of a drafter: results by domain, and the model card."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from adaflash_batch.adapt.evaluate import Acceptance
+from adaflash_batch.drafter.config import DrafterConfig
+from adaflash_batch.training_plan import TrainingPlan
+
+ALL = "all"
+
+
+def results(domains: Mapping[str, Acceptance]) -> dict[str, dict[str, Any]]:
+    """Figures of each domain, of teacher-forced drafting, and of all texts together."""
+    if not domains:
+        return {}
+    together = Acceptance()
+    for acceptance in domains.values():
+        together.add(acceptance)
+    return {name: _figures(each) for name, each in ({**domains, ALL: together}).items()}
+
+
+def _figures(acceptance: Acceptance) -> dict[str, Any]:
+    walked = acceptance.walked
+    return {
+        "steps": walked.steps,
+        "emitted_per_step": _rounded(walked.emitted_per_step),
+        "accepted_by_position": survival_of(walked.accepted_hist, walked.steps),
+        "emitted_per_anchor": _rounded(acceptance.emitted_per_anchor),
+    }
+
+
+def survival_of(histogram: list[int], steps: int) -> list[float]:
+    """Share of the steps that accepted the first draft, the first two, ..."""
+    return [round(sum(histogram[i:]) / steps, 4) for i in range(1, len(histogram))] if steps else []
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def table(domains: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Markdown rows of `results`."""
+    lines = [
+        "| domain | steps | τ | accepted at position 1, 2, ... | τ over all anchors |",
+        "|---|---|---|---|---|",
+    ]
+    for name, figures in domains.items():
+        shares = " ".join(f"{100 * share:.0f}%" for share in figures["accepted_by_position"])
+        tau, per_anchor = figures["emitted_per_step"], figures["emitted_per_anchor"]
+        lines.append(f"| {name} | {figures['steps']} | {tau} | {shares} | {per_anchor} |")
+    return lines
+
+
+def card(
+    plan: TrainingPlan, config: DrafterConfig, summary: Mapping[str, Any], command: str
+) -> str:
+    """README.md of a checkpoint."""
+    name = Path(plan.model).name
+    shape = (
+        f"{config.member} with {config.num_hidden_layers} layers, blocks of {config.block_size}, "
+        f"{summary['parameters'] / 1e6:.1f} M parameters, target layers "
+        f"{', '.join(map(str, config.target_layer_ids))}"
+    )
+    lines = [
+        f"# Drafter for {name}",
+        "",
+        f"{shape}.",
+        "It drafts for that model alone, and changes none of its texts.",
+        "",
+        f"    {command}",
+        "",
+        f"- Data: {summary['tokens']} tokens that the model wrote itself, "
+        f"{100 * (1 - plan.sampled_share):.0f}% of the prompts greedily.",
+        f"- Training: {summary['updates']} updates of {plan.batch} x {plan.anchors} blocks, "
+        f"objective {plan.objective}, peak learning rate {plan.learning_rate}.",
+        f"- Time: {summary['decoding_hours']} h decoding, {summary['training_hours']} h training "
+        f"on {machine()}.",
+        "",
+        "## Held-out prompts",
+        "",
+        "Greedy texts, drafted for as real decoding does at full width; τ is the mean number of "
+        "tokens a step, the one that the model adds itself included.",
+        "",
+        *(table(summary["held_out"]) if summary["held_out"] else ["None were held out."]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def machine() -> str:
+    """Processor, cores that this process may use, system."""
+    name = platform.processor() or platform.machine()
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        models = (line for line in path.read_text().splitlines() if line.startswith("model name"))
+        name = next(models, f": {name}").partition(":")[2].strip()
+    return f"{len(os.sched_getaffinity(0))} cores of {name}, {platform.system()}"

@@ -1,0 +1,51 @@
+"""What a drafter's folder holds, in lines for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from adaflash_batch.drafter import checkpoint
+from adaflash_batch.drafter_card import table
+
+
+def describe(folder: Path) -> Iterator[str]:
+    """Member, shape, size, target, and how it was trained. Raises ConfigError for no drafter."""
+    view = checkpoint.inspect(folder)
+    config = view.config
+    yield f"{folder}: a {config.member} drafter, sha256 {checkpoint.identity(folder)[:16]}"
+    drafts = "the anchor's slot drafts too" if config.from_anchor else "the anchor's slot does not"
+    yield f"block: {config.block_size} rows, {config.num_drafts} drafts ({drafts})"
+    yield (
+        f"net: {config.num_hidden_layers} layers, hidden {config.hidden_size}, "
+        f"{config.num_attention_heads} heads of {config.head_dim} "
+        f"({config.num_key_value_heads} for keys), MLP {config.intermediate_size}"
+    )
+    if config.markov_rank:
+        yield f"Markov head: {config.markov_head_type}, rank {config.markov_rank}"
+    if config.conv_kernel_size:
+        yield (
+            f"convolution of {config.conv_kernel_size} taps, selector of rank "
+            f"{config.selector_rank} among {config.selector_top_k} candidates"
+        )
+    yield f"size: {view.num_parameters / 1e6:.1f} M parameters, {view.num_bytes / 2**20:.1f} MiB"
+    yield (
+        f"target: {config.num_target_layers} layers, hidden {config.hidden_size}, vocabulary "
+        f"{config.vocab_size}; reads layers {', '.join(map(str, config.target_layer_ids))}; "
+        f"mask token {config.mask_token_id}"
+    )
+    yield from _training(view.own)
+
+
+def _training(own: Mapping[str, Any]) -> Iterator[str]:
+    summary = own.get("summary")
+    if not isinstance(summary, dict):
+        yield "training: not told"
+        return
+    yield f"trained for {own.get('target')}"
+    held_out = summary.get("held_out") or {}
+    yield "training: " + json.dumps({k: v for k, v in summary.items() if k != "held_out"})
+    if held_out:
+        yield from table(held_out)

@@ -1,0 +1,150 @@
+"""TrainingPlan: what a person asks of `drafter train`. Light to import."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from adaflash_batch.errors import ConfigError
+
+MEMBERS = ("dflash", "dspark", "dflash2")
+OBJECTIVES = ("ce", "forward_kl", "opd")
+
+# These change nothing about the weights.
+_SPEED = ("out", "trajectories", "threads", "save_every", "evaluate_every", "kv_bytes")
+# These decide the stored trajectories; more --tokens only adds to them.
+_STORED = (
+    *("prompt_column", "messages_column", "target_layers", "features", "sampled_share"),
+    *("max_new_tokens", "held_out", "max_held_out", "seed", "concurrency", "disk_bytes", "dtype"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPlan:
+    """A training of a drafter. Raises ConfigError for values out of range.
+
+    Attributes:
+        model: folder or hub id of the target.
+        prompts: Parquet files, directories or globs.
+        out: folder of the finished checkpoint; the work lies beside it.
+        trajectories: folder of decoded trajectories, shared between trainings; None: with the work.
+        tokens: how many to decode, over all rounds.
+        rounds: decoding and training take turns so often.
+        steps: updates over all rounds; None takes `epochs`.
+        epochs: passes over the stored trajectories in each round.
+        batch: trajectories an update.
+        anchors: blocks sampled from each of them.
+        block_size: rows of a block, the anchor's included.
+        layers: of the drafter.
+        target_layers: tapped layers of the target; () spreads `features` of them.
+        features: number of tapped layers where they are not named.
+        member: one of MEMBERS.
+        rank: of DSpark's Markov head or DFlash 2's selector.
+        objective: one of OBJECTIVES.
+        gamma: decay of the position weights.
+        draft_vocabulary: train on this many of the most frequent tokens; 0 on all.
+        init_from_target: begin with layers of the target.
+        mask_token: id of the token that stands for the unknown; None takes a special one.
+        sampled_share: share of the prompts whose text is sampled; the rest is greedy.
+        held_out: share of the prompts kept for evaluation, where no column `split` says it.
+        max_held_out: prompts evaluated at the most.
+        disk_bytes: most that stored trajectories take.
+        dtype: of the target, as `run --dtype`.
+        compute: `float32` or `bfloat16`, of forward and backward; master weights are float32.
+        save_every: seconds between checkpoints of the training.
+        evaluate_every: updates between looks at the held-out prompts; 0 looks only at the end.
+    """
+
+    model: str
+    prompts: tuple[str, ...]
+    out: Path
+    trajectories: Path | None = None
+    prompt_column: str | None = None
+    messages_column: str | None = None
+    tokens: int = 1_000_000
+    rounds: int = 1
+    steps: int | None = None
+    epochs: float = 4.0
+    batch: int = 8
+    anchors: int = 64
+    block_size: int = 8
+    layers: int = 2
+    target_layers: tuple[int, ...] = ()
+    features: int = 5
+    member: str = "dflash"
+    rank: int = 64
+    learning_rate: float = 6e-4
+    warm_up: float = 0.04
+    weight_decay: float = 0.01
+    objective: str = "ce"
+    gamma: float = 4.0
+    draft_vocabulary: int = 0
+    init_from_target: bool = False
+    mask_token: int | None = None
+    sampled_share: float = 0.3
+    max_new_tokens: int = 256
+    held_out: float = 0.05
+    max_held_out: int = 200
+    seed: int = 0
+    concurrency: int = 64
+    kv_bytes: int | None = None
+    disk_bytes: int = 8 * 2**30
+    dtype: str = "auto"
+    compute: Literal["float32", "bfloat16"] = "float32"
+    threads: int | None = None
+    save_every: float = 60.0
+    evaluate_every: int = 200
+
+    def __post_init__(self) -> None:
+        for option, is_right, wanted in self._rules():
+            if not is_right:
+                value = getattr(self, option.removeprefix("--").replace("-", "_"), None)
+                raise ConfigError(f"{option} is {value!r}, it must be {wanted}")
+
+    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+        for name in ("tokens", "rounds", "batch", "anchors", "layers", "features", "rank"):
+            yield f"--{name}", getattr(self, name) >= 1, "1 or more"
+        for name in ("max_new_tokens", "concurrency", "max_held_out"):
+            yield f"--{name.replace('_', '-')}", getattr(self, name) >= 1, "1 or more"
+        yield "--steps", self.steps is None or self.steps >= self.rounds, "at least --rounds"
+        yield "--epochs", self.epochs > 0, "above 0"
+        yield "--member", self.member in MEMBERS, f"one of {', '.join(MEMBERS)}"
+        yield "--objective", self.objective in OBJECTIVES, f"one of {', '.join(OBJECTIVES)}"
+        yield "--block-size", self.block_size >= 2, "2 or more"
+        yield "--gamma", self.gamma > 0, "above 0"
+        yield "--learning-rate", self.learning_rate > 0, "above 0"
+        yield "--warm-up", 0 <= self.warm_up < 1, "at least 0 and below 1"
+        yield "--sampled-share", 0 <= self.sampled_share <= 1, "between 0 and 1"
+        yield "--held-out", 0 <= self.held_out < 1, "at least 0 and below 1"
+        yield "--draft-vocabulary", self.draft_vocabulary >= 0, "0 (all tokens) or more"
+        yield "--compute", self.compute in ("float32", "bfloat16"), "float32 or bfloat16"
+
+    @property
+    def work(self) -> Path:
+        """Where everything unfinished lies."""
+        return self.out.with_name(f"{self.out.name}.training")
+
+    @property
+    def store(self) -> Path:
+        """Where trajectories lie."""
+        return self.trajectories or self.work / "trajectories"
+
+    def facts(self) -> dict[str, object]:
+        """What decides the weights, by option, for the resuming of a training."""
+        return {
+            field.name: _plain(getattr(self, field.name))
+            for field in fields(self)
+            if field.name not in _SPEED
+        }
+
+    def stored_facts(self) -> dict[str, object]:
+        """What decides the trajectories."""
+        return {name: _plain(getattr(self, name)) for name in _STORED}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,108 @@
+"""What training a drafter needs of its target, once decoding is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from adaflash_batch import models
+from adaflash_batch.adapt.new_drafter import (
+    build_config,
+    copy_target_layers,
+    mask_token,
+    member_fields,
+    shape_like,
+)
+from adaflash_batch.drafter.config import DrafterConfig, build_target_layer_ids
+from adaflash_batch.drafter.model import DFlash, initialise
+from adaflash_batch.engine.target import Target
+from adaflash_batch.errors import ConfigError
+from adaflash_batch.text import TextCodec
+from adaflash_batch.training_plan import TrainingPlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TargetParts:
+    """The frozen parts that a drafter shares.
+
+    Attributes:
+        embedding: [vocabulary, H], scaled as the model does.
+        head: the lm_head's weight, [vocabulary, H].
+        config: transformers' config of the text model.
+        end_ids: tokens that end a text.
+        special_ids: the tokenizer's special tokens.
+    """
+
+    embedding: Tensor
+    head: Tensor
+    config: Any
+    end_ids: frozenset[int]
+    special_ids: tuple[int, ...]
+
+    @staticmethod
+    @torch.no_grad()
+    def of(target: Target, codec: TextCodec, end_ids: frozenset[int]) -> TargetParts:
+        """Take them from a loaded target. Raises ConfigError if its lm_head has a bias."""
+        device, size = target.device, target.hidden_size
+        if target.head(torch.zeros(1, size, dtype=target.dtype, device=device)).any():
+            raise ConfigError(f"{target.name}: its lm_head has a bias, drafters know none")
+        # Through the model's own modules, whatever form their weights were brought into.
+        return TargetParts(
+            embedding=target.embed(torch.arange(target.vocab_size, device=device)),
+            head=target.head(torch.eye(size, dtype=target.dtype, device=device)).T.contiguous(),
+            config=target.text_config,
+            end_ids=end_ids,
+            special_ids=codec.special_token_ids,
+        )
+
+
+def tapped_layers(plan: TrainingPlan, num_layers: int) -> tuple[int, ...]:
+    """The target layers that a plan names or spreads."""
+    return plan.target_layers or build_target_layer_ids(num_layers, plan.features)
+
+
+def drafter_config(plan: TrainingPlan, parts: TargetParts) -> DrafterConfig:
+    """The shape of the drafter that a plan asks for."""
+    shape = shape_like(parts.config)
+    mask = plan.mask_token
+    if mask is None:
+        mask = mask_token(parts.special_ids, parts.end_ids, shape["vocab_size"])
+    return build_config(
+        **shape,
+        **member_fields(plan.member, plan.rank, shape["hidden_size"], shape["vocab_size"]),
+        num_hidden_layers=plan.layers,
+        block_size=plan.block_size,
+        mask_token_id=mask,
+        target_layer_ids=tapped_layers(plan, shape["num_target_layers"]),
+    )
+
+
+def new_net(
+    plan: TrainingPlan, parts: TargetParts, model: Path, notify: Callable[[str], None]
+) -> DFlash:
+    """The drafter before its first update."""
+    config = drafter_config(plan, parts)
+    net = initialise(config, torch.Generator().manual_seed(plan.seed))
+    if plan.init_from_target:
+        copied = copy_target_layers(net, config.num_target_layers, _reader(model))
+        notify(f"{len(copied)} weights of the drafter begin as the target's")
+    return net
+
+
+def _reader(model: Path) -> Callable[[str], Tensor | None]:
+    def read(ending: str) -> Tensor | None:
+        for path in models.weight_files(model):
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    if f".{name}".endswith(f".{ending}"):
+                        tensor: Tensor = file.get_tensor(name)
+                        return tensor.float()
+        return None
+
+    return read
