@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
 from adaflash_batch import models
 from adaflash_batch.adapt.evaluate import Acceptance, evaluate
+from adaflash_batch.adapt.new_drafter import restricted
 from adaflash_batch.drafter import checkpoint
 from adaflash_batch.drafter.checkpoint import TargetFacts
-from adaflash_batch.drafter_card import ALL, results, survival_of
+from adaflash_batch.drafter.model import Head
+from adaflash_batch.drafter_card import ALL, VOCABULARY, results, survival_of
 from adaflash_batch.engine.assembly import DecoderPlan, build_decoder
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.errors import ConfigError
@@ -50,7 +53,9 @@ def evaluate_drafter(plan: EvaluationPlan, *, notify: Callable[[str], None]) -> 
     Teacher-forced figures come from the states of the same decode.
 
     Returns:
-        `decoded` and `teacher_forced`, each by domain and for all, and `refused` prompts.
+        `decoded` and `teacher_forced`, each by domain and for all, and `refused` prompts; where the
+        drafter has a draft vocabulary, `teacher_forced_in_vocabulary` too, which drafts from it
+        alone.
 
     Raises:
         AdaflashError: the drafter, the model or the prompts cannot be used.
@@ -73,7 +78,7 @@ def evaluate_drafter(plan: EvaluationPlan, *, notify: Callable[[str], None]) -> 
         "model": plan.model,
         "refused": refused,
         "decoded": _figures(decoded),
-        "teacher_forced": results(dict(sorted(forced.domains.items()))),
+        **forced.figures(),
     }
 
 
@@ -87,12 +92,21 @@ class _TeacherForced:
         self._net = net.to(target.device).eval()
         self._parts = TargetParts.of(target, codec, decoder.end_token_ids)
         self.layers = net.config.target_layer_ids
-        self.domains: dict[str, Acceptance] = {}
+        self._heads: dict[str, Head] = {"teacher_forced": self._head}
+        if (plan.folder / VOCABULARY).exists():
+            tokens = load_file(plan.folder / VOCABULARY)["token_ids"].to(target.device)
+            self._heads["teacher_forced_in_vocabulary"] = restricted(self._parts.head, tokens)
+        self._domains: dict[str, dict[str, Acceptance]] = {name: {} for name in self._heads}
 
     def take(self, trajectory: Trajectory, domain: str) -> None:
         """Count what is right behind each of its tokens."""
-        result = evaluate(self._net, trajectory, self._parts.embedding, self._head)
-        self.domains.setdefault(domain, Acceptance()).add(result)
+        for name, head in self._heads.items():
+            result = evaluate(self._net, trajectory, self._parts.embedding, head)
+            self._domains[name].setdefault(domain, Acceptance()).add(result)
+
+    def figures(self) -> dict[str, object]:
+        """Of each way of drafting, by domain."""
+        return {name: results(dict(sorted(each.items()))) for name, each in self._domains.items()}
 
     def _head(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self._parts.head)

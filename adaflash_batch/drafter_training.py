@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
@@ -23,7 +25,7 @@ from adaflash_batch.adapt.pretrain import Evaluator, Pretraining, Rounds, Traini
 from adaflash_batch.adapt.training_state import Cursor, load_state
 from adaflash_batch.adapt.trajectory_store import StoredTrajectory, TrajectoryStore
 from adaflash_batch.drafter import checkpoint
-from adaflash_batch.drafter_card import card, results
+from adaflash_batch.drafter_card import VOCABULARY, card, results
 from adaflash_batch.engine.assembly import DecoderPlan, build_decoder
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.errors import ConfigError
@@ -39,7 +41,6 @@ from adaflash_batch.trajectory_decoding import (
 )
 
 Notify = Callable[[str], None]
-VOCABULARY = "draft_vocabulary.safetensors"
 
 
 def train_drafter(plan: TrainingPlan, *, command: str, notify: Notify) -> dict[str, object]:
@@ -176,6 +177,7 @@ class _Training:
                     f"{self._counts.first_refusal}"
                 )
         self._idle = None
+        gc.collect()  # model and hooks refer to each other, and would stay beside the optimiser
         cursor.decoding_s += self._counts.seconds - before
 
     def _entries(self, tokens: int) -> list[StoredTrajectory]:
@@ -235,8 +237,6 @@ class _Training:
             scratch = path.with_suffix(".partial")
             scratch.write_bytes(to_bytes({"token_ids": tokens}))
             scratch.rename(path)
-        from safetensors.torch import load_file
-
         loaded: Tensor = load_file(path)["token_ids"]
         return loaded
 
@@ -274,7 +274,7 @@ class _Training:
         def line() -> str:
             wanted = self._plan.tokens
             rate = counts.tokens / counts.seconds if counts.seconds else 0.0
-            left = max(wanted - stored, 0) / rate if rate else 0.0
+            left = max(wanted - stored - self._running_tokens(counts), 0) / max(rate, 1.0)
             return (
                 f"decoding: {stored + self._running_tokens(counts)}/{wanted} tokens · "
                 f"{rate:.0f} tok/s · ETA {duration(left)}"
@@ -292,7 +292,7 @@ class _Training:
             return (
                 f"training: update {progress.step}/{progress.num_steps}{again} · "
                 f"loss {progress.loss:.3f} · right {100 * progress.hit_rate:.0f}%{tau} · "
-                f"ETA {duration(self._ticker.left(progress))}"
+                f"ETA {self._ticker.left(progress)}"
             )
 
         self._ticker.say(line)
@@ -312,14 +312,16 @@ class _Ticker:
             self._next = now + LINE_EVERY_S
             self._notify(line())
 
-    def left(self, progress: TrainingProgress) -> float:
-        """Seconds to the end of the round, at the pace since this process began it."""
+    def left(self, progress: TrainingProgress) -> str:
+        """Time to the end of the round, at the pace since this process began it."""
         first = self._first
         if first is None or first[0] != progress.round:
             first = self._first = (progress.round, progress.step, progress.elapsed_s)
         done = progress.step - first[1]
-        pace = (progress.elapsed_s - first[2]) / done if done else 0.0
-        return pace * (progress.num_steps - progress.step)
+        if not done:
+            return "unknown yet"
+        pace = (progress.elapsed_s - first[2]) / done
+        return duration(pace * (progress.num_steps - progress.step))
 
 
 def _rounds(plan: TrainingPlan) -> Rounds:

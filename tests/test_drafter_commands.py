@@ -159,6 +159,9 @@ def test_a_trained_drafter_is_accepted(
     assert summary["tokens"] >= 700
     assert any("left out" in line for line in lines)
     assert figures["refused"] == 2
+    if "draft_vocabulary" in changes:
+        narrow = figures["teacher_forced_in_vocabulary"]["all"]["emitted_per_step"]
+        assert narrow >= after
     _check_card(out, summary)
 
 
