@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, Optional, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from adaflash_batch import drafter_commands
 from adaflash_batch.errors import AdaflashError, ConfigError
 from adaflash_batch.spec import JobSpec, section_fields
 from adaflash_batch.spec_sources import flag_name
+from adaflash_batch.training import commands as drafter_commands
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 75

@@ -31,10 +31,10 @@ from tiny import tiny_llama
 
 from adaflash_batch import cli
 from adaflash_batch.drafter import checkpoint
-from adaflash_batch.drafter_evaluation import EvaluationPlan, evaluate_drafter
-from adaflash_batch.drafter_training import train_drafter
 from adaflash_batch.errors import ConfigError
-from adaflash_batch.training_plan import TrainingPlan
+from adaflash_batch.training.evaluation import EvaluationPlan, evaluate_drafter
+from adaflash_batch.training.plan import TrainingPlan
+from adaflash_batch.training.train import train_drafter
 
 LETTERS = "abcdefgh"
 

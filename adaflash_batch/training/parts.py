@@ -24,7 +24,7 @@ from adaflash_batch.drafter.model import DFlash, initialise
 from adaflash_batch.engine.target import Target
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.text import TextCodec
-from adaflash_batch.training_plan import TrainingPlan
+from adaflash_batch.training.plan import TrainingPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)

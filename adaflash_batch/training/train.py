@@ -25,20 +25,20 @@ from adaflash_batch.adapt.pretrain import Evaluator, Pretraining, Rounds, Traini
 from adaflash_batch.adapt.training_state import Cursor, load_state
 from adaflash_batch.adapt.trajectory_store import StoredTrajectory, TrajectoryStore
 from adaflash_batch.drafter import checkpoint
-from adaflash_batch.drafter_card import VOCABULARY, card, results
 from adaflash_batch.engine.assembly import DecoderPlan, build_decoder
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.errors import ConfigError
-from adaflash_batch.prompt_stream import PromptFiles
 from adaflash_batch.report.live import FIRST_LINE_S, LINE_EVERY_S, duration
 from adaflash_batch.text import TextCodec
-from adaflash_batch.training_plan import TrainingPlan
-from adaflash_batch.training_target import TargetParts, new_net, tapped_layers
-from adaflash_batch.trajectory_decoding import (
+from adaflash_batch.training.card import VOCABULARY, card, results
+from adaflash_batch.training.decoding import (
     DecodingCounts,
     TrajectoryDecoder,
     sampled_sampling,
 )
+from adaflash_batch.training.parts import TargetParts, new_net, tapped_layers
+from adaflash_batch.training.plan import TrainingPlan
+from adaflash_batch.training.prompts import PromptFiles
 
 Notify = Callable[[str], None]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from adaflash_batch.drafter import checkpoint
-from adaflash_batch.drafter_card import table
+from adaflash_batch.training.card import table
 
 
 def describe(folder: Path) -> Iterator[str]:

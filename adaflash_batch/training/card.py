@@ -10,7 +10,7 @@ from typing import Any
 
 from adaflash_batch.adapt.evaluate import Acceptance
 from adaflash_batch.drafter.config import DrafterConfig
-from adaflash_batch.training_plan import TrainingPlan
+from adaflash_batch.training.plan import TrainingPlan
 
 ALL = "all"
 VOCABULARY = "draft_vocabulary.safetensors"

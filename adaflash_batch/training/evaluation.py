@@ -18,17 +18,17 @@ from adaflash_batch.adapt.new_drafter import restricted
 from adaflash_batch.drafter import checkpoint
 from adaflash_batch.drafter.checkpoint import TargetFacts
 from adaflash_batch.drafter.model import Head
-from adaflash_batch.drafter_card import ALL, VOCABULARY, results, survival_of
 from adaflash_batch.engine.assembly import DecoderPlan, build_decoder
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.exchange import Trajectory
-from adaflash_batch.prompt_stream import PromptFiles, Row
 from adaflash_batch.request import Prompt, Request, RowError, RowKey, Sampling
 from adaflash_batch.stats import SpeculationCounts
 from adaflash_batch.text import TextCodec
-from adaflash_batch.training_target import TargetParts
-from adaflash_batch.trajectory_decoding import run
+from adaflash_batch.training.card import ALL, VOCABULARY, results, survival_of
+from adaflash_batch.training.decoding import run
+from adaflash_batch.training.parts import TargetParts
+from adaflash_batch.training.prompts import PromptFiles, Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ import typer
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.models import DEFAULT_MODEL
 from adaflash_batch.spec import parse_bytes
-from adaflash_batch.training_plan import TrainingPlan
+from adaflash_batch.training.plan import TrainingPlan
 
 EXIT_INTERRUPTED = 75
 
@@ -90,7 +90,7 @@ def train(**given: Any) -> None:
 
 
 def _train(plan: TrainingPlan, command: str) -> dict[str, object]:
-    from adaflash_batch.drafter_training import train_drafter
+    from adaflash_batch.training.train import train_drafter
 
     return train_drafter(plan, command=command, notify=_say)
 
@@ -100,7 +100,7 @@ def show(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a drafter.")],
 ) -> None:
     """Print what a drafter is."""
-    from adaflash_batch.drafter_view import describe
+    from adaflash_batch.training.view import describe
 
     for line in describe(folder):
         print(line)
@@ -129,7 +129,7 @@ def evaluate(
         raise ConfigError("--max-new-tokens, --most-prompts and --concurrency must be 1 or more")
 
     def work() -> dict[str, object]:
-        from adaflash_batch.drafter_evaluation import EvaluationPlan, evaluate_drafter
+        from adaflash_batch.training.evaluation import EvaluationPlan, evaluate_drafter
 
         plan = EvaluationPlan(
             folder=folder,

@@ -13,9 +13,9 @@ from adaflash_batch.adapt.trajectory_store import ChunkWriter, TrajectoryStore
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.exchange import Trajectory
-from adaflash_batch.prompt_stream import PromptFiles, Row, share_of
 from adaflash_batch.request import Completion, Request, RowError, RowKey, Sampling
 from adaflash_batch.text import TextCodec
+from adaflash_batch.training.prompts import PromptFiles, Row, share_of
 
 _USUAL_TEMPERATURE = 0.8
 # Prompts of a chunk, in batches of full concurrency. A chunk is decoded by itself, so that it

@@ -1,0 +1,1 @@
+"""Training a drafter from nothing: decode, train, evaluate, publish."""
