@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from tiny import tiny_model
 
 from adaflash_batch.engine.target import Target
+
+# No test fails for being slow: the machine may be busy.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")
