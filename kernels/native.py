@@ -34,7 +34,6 @@ class NativeUnavailable(Exception):
     """The C form cannot be had on this machine; the message says why."""
 
 
-@cache
 def load(source: str, *defines: str) -> ctypes.CDLL:
     """The compiled form of a C file of this folder.
 
@@ -43,8 +42,24 @@ def load(source: str, *defines: str) -> ctypes.CDLL:
         defines: compiler arguments such as `-DELEMENT=1`; each set of them is a build of its own.
 
     Raises:
-        NativeUnavailable: there is no compiler, or it refused.
+        NativeUnavailable: there is no compiler, or it refused. It is asked once a process.
     """
+    found = _find(source, defines)
+    if isinstance(found, str):
+        raise NativeUnavailable(found)
+    return found
+
+
+@cache
+def _find(source: str, defines: tuple[str, ...]) -> ctypes.CDLL | str:
+    """The library, or why there is none: remembered too, since callers ask at every layer."""
+    try:
+        return _load(source, defines)
+    except NativeUnavailable as error:
+        return str(error)
+
+
+def _load(source: str, defines: tuple[str, ...]) -> ctypes.CDLL:
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if shutil.which(compiler[0]) is None:
         raise NativeUnavailable(f"no C compiler: {compiler[0]} is not on PATH")
