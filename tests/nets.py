@@ -12,6 +12,27 @@ from torch import Tensor
 from adaflash_batch.drafter.config import DrafterConfig
 from adaflash_batch.drafter.model import Attend, DFlash, initialise
 
+# Tensors of the small DFlash that the tests of published layouts write by hand.
+BACKBONE_SHAPES: dict[str, tuple[int, ...]] = {
+    "fc.weight": (64, 192),
+    "hidden_norm.weight": (64,),
+    "norm.weight": (64,),
+}
+for _layer in range(2):
+    BACKBONE_SHAPES |= {
+        f"layers.{_layer}.input_layernorm.weight": (64,),
+        f"layers.{_layer}.post_attention_layernorm.weight": (64,),
+        f"layers.{_layer}.self_attn.q_proj.weight": (128, 64),
+        f"layers.{_layer}.self_attn.k_proj.weight": (64, 64),
+        f"layers.{_layer}.self_attn.v_proj.weight": (64, 64),
+        f"layers.{_layer}.self_attn.o_proj.weight": (64, 128),
+        f"layers.{_layer}.self_attn.q_norm.weight": (16,),
+        f"layers.{_layer}.self_attn.k_norm.weight": (16,),
+        f"layers.{_layer}.mlp.gate_proj.weight": (96, 64),
+        f"layers.{_layer}.mlp.up_proj.weight": (96, 64),
+        f"layers.{_layer}.mlp.down_proj.weight": (64, 96),
+    }
+
 TINY = DrafterConfig(
     hidden_size=48,
     intermediate_size=80,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from nets import BACKBONE_SHAPES
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -56,32 +57,13 @@ PUBLISHED: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 300,
 }
-SHAPES: dict[str, tuple[int, ...]] = {
-    "fc.weight": (64, 192),
-    "hidden_norm.weight": (64,),
-    "norm.weight": (64,),
-}
-for _layer in range(2):
-    SHAPES |= {
-        f"layers.{_layer}.input_layernorm.weight": (64,),
-        f"layers.{_layer}.post_attention_layernorm.weight": (64,),
-        f"layers.{_layer}.self_attn.q_proj.weight": (128, 64),
-        f"layers.{_layer}.self_attn.k_proj.weight": (64, 64),
-        f"layers.{_layer}.self_attn.v_proj.weight": (64, 64),
-        f"layers.{_layer}.self_attn.o_proj.weight": (64, 128),
-        f"layers.{_layer}.self_attn.q_norm.weight": (16,),
-        f"layers.{_layer}.self_attn.k_norm.weight": (16,),
-        f"layers.{_layer}.mlp.gate_proj.weight": (96, 64),
-        f"layers.{_layer}.mlp.up_proj.weight": (96, 64),
-        f"layers.{_layer}.mlp.down_proj.weight": (64, 96),
-    }
 
 
 def published_tensors() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
         name: torch.randn(shape, generator=generator).to(torch.bfloat16)
-        for name, shape in SHAPES.items()
+        for name, shape in BACKBONE_SHAPES.items()
     }
 
 
@@ -253,10 +235,11 @@ def test_a_drafter_that_does_not_fit_is_refused_naming_both_sides(
 
 def test_the_tokenizer_is_compared_where_both_are_known(tmp_path: Path) -> None:
     same = changed(adaflash={"tokenizer_sha256": "aaaa"})
-    load(write_published(tmp_path / "same", same), TARGET, dtype=torch.float32)
-    other = changed(adaflash={"tokenizer_sha256": "bbbb"})
+    write_published(tmp_path / "same", same)
+    write_published(tmp_path / "other", changed(adaflash={"tokenizer_sha256": "bbbb"}))
     unknown = dataclasses.replace(TARGET, tokenizer_digest=None)
-    load(write_published(tmp_path / "other", other), unknown, dtype=torch.float32)
+    for folder, target in (("same", TARGET), ("other", unknown)):
+        assert load(tmp_path / folder, target, dtype=torch.float32).config.mask_token_id == 299
 
 
 def _without(*names: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
@@ -328,7 +311,7 @@ def test_length_heads_are_skipped(tmp_path: Path) -> None:
         "prob_head.model.0.weight": torch.zeros(64, 64),
     }
     model = load(write_published(tmp_path / "off", tensors=tensors), TARGET, dtype=torch.float32)
-    assert model.state_dict().keys() == SHAPES.keys()
+    assert model.state_dict().keys() == BACKBONE_SHAPES.keys()
     on = changed(dflash_use_prob_head=True)
     load(write_published(tmp_path / "on", on, tensors), TARGET, dtype=torch.float32)
 

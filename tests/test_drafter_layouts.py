@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from nets import BACKBONE_SHAPES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -135,25 +136,6 @@ AS_DFLASH2 = dataclasses.replace(
     final_logit_softcapping=20.0,
 )
 
-BACKBONE_SHAPES: dict[str, tuple[int, ...]] = {
-    "fc.weight": (64, 192),
-    "hidden_norm.weight": (64,),
-    "norm.weight": (64,),
-}
-for _layer in range(2):
-    BACKBONE_SHAPES |= {
-        f"layers.{_layer}.input_layernorm.weight": (64,),
-        f"layers.{_layer}.post_attention_layernorm.weight": (64,),
-        f"layers.{_layer}.self_attn.q_proj.weight": (128, 64),
-        f"layers.{_layer}.self_attn.k_proj.weight": (64, 64),
-        f"layers.{_layer}.self_attn.v_proj.weight": (64, 64),
-        f"layers.{_layer}.self_attn.o_proj.weight": (64, 128),
-        f"layers.{_layer}.self_attn.q_norm.weight": (16,),
-        f"layers.{_layer}.self_attn.k_norm.weight": (16,),
-        f"layers.{_layer}.mlp.gate_proj.weight": (96, 64),
-        f"layers.{_layer}.mlp.up_proj.weight": (96, 64),
-        f"layers.{_layer}.mlp.down_proj.weight": (64, 96),
-    }
 COPIES = {"embed_tokens.weight": (300, 64), "lm_head.weight": (300, 64)}
 MARKOV = {"markov_head.markov_w1.weight": (300, 24), "markov_head.markov_w2.weight": (300, 24)}
 CONFIDENCE = {"confidence_head.proj.weight": (1, 88), "confidence_head.proj.bias": (1,)}
