@@ -189,7 +189,7 @@ class _Run:
             dtype=spec.model.dtype,
             trust_remote_code=spec.model.trust_remote_code,
             drafter=None if drafter is None else Path(drafter).expanduser(),
-            tokenizer_digest=models.model_identity(model).get("tokenizer.json"),
+            tokenizer_digest=models.tokenizer_digest(model),
             width=spec.speculation.width,
             concurrency=engine.concurrency,
             token_budget=engine.token_budget,

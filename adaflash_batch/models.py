@@ -123,12 +123,22 @@ def model_identity(folder: Path) -> dict[str, str]:
     """
     names = ("config.json", "generation_config.json", *_TOKENIZER_FILES)
     present = [folder / name for name in names if (folder / name).is_file()]
-    identity = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in present}
+    identity = {path.name: _digest(path) for path in present}
     weights = hashlib.sha256()
     for path in weight_files(folder):
         weights.update(path.name.encode())
         weights.update(_sample_safetensors(path))
     return identity | {"weights": weights.hexdigest()}
+
+
+def tokenizer_digest(folder: Path) -> str | None:
+    """Digest of tokenizer.json, as `model_identity` has it; None where there is none."""
+    path = folder / "tokenizer.json"
+    return _digest(path) if path.is_file() else None
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def generation_defaults(folder: Path) -> dict[str, Any]:

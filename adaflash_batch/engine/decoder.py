@@ -295,14 +295,14 @@ class Decoder:
             sequence.computed += num_known
             return num_known
         emitted = emitted_tokens(item.drafts, choices)
+        num_kept = len(emitted) - 1
         if not all(sound[: len(emitted)]):
             message = "the model's logits are not finite (NaN or infinity)"
             self._finish(entry, "error", RowError("bad_logits", message))
             return 0
-        was_verification = item.is_verification
         emitted, reason = self._until_end(entry, emitted)
-        accepted = min(len(emitted), _common(item.drafts, emitted))
-        if was_verification:
+        accepted = min(num_kept, len(emitted))  # nothing past the end counts
+        if item.is_verification:
             entry.counts.record(item.num_drafted, len(item.drafts), accepted)
         self._extend(entry, emitted)
         sequence.computed += num_known + accepted
@@ -388,9 +388,3 @@ def _piece(item: _Item, row: int, position: int) -> Piece:
     count = item.scheduled.sequence.computed - position
     num_chosen = count - num_known + 1 if item.num_choices and count else 0
     return Piece(entry.recording, row, position, count, item.num_choices, num_chosen)
-
-
-def _common(drafts: Sequence[int], emitted: Sequence[int]) -> int:
-    """Length of the common prefix: the accepted drafts that are part of the text."""
-    pairs = enumerate(zip(drafts, emitted, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(drafts), len(emitted)))

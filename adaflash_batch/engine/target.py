@@ -117,7 +117,6 @@ class Target:
         Raises:
             ConfigError: the model cannot run here; the message has its name and the reason.
         """
-        _register()
         model = _load_model(folder, name, dtype, trust_remote_code)
         return Target.of(model, name)
 
@@ -188,10 +187,10 @@ class Target:
 
         return keep
 
-    def tapped(self, layer_ids: tuple[int, ...], rows: torch.Tensor | None) -> torch.Tensor:
+    def tapped(self, layer_ids: tuple[int, ...], rows: torch.Tensor) -> torch.Tensor:
         """What the last forward left at these layers: [rows, len(layer_ids) * H]."""
         states = [self._taps[layer_id].view(-1, self.hidden_size) for layer_id in layer_ids]
-        return torch.cat(states if rows is None else [state[rows] for state in states], dim=-1)
+        return torch.cat([state[rows] for state in states], dim=-1)
 
     def tap_head(self) -> None:
         """Keep what the output layer is given, for `head_input`."""

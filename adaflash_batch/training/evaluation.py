@@ -118,7 +118,7 @@ def _decoder_plan(plan: EvaluationPlan, model: Path) -> DecoderPlan:
         name=plan.model,
         dtype=plan.dtype,
         drafter=plan.folder,
-        tokenizer_digest=models.model_identity(model).get("tokenizer.json"),
+        tokenizer_digest=models.tokenizer_digest(model),
         concurrency=plan.concurrency,
         # Room for every block whole: a smaller width would be measured otherwise.
         token_budget=max(1024, 64 * plan.concurrency),

@@ -89,7 +89,7 @@ class _Training:
         self._ticker = _Ticker(notify)
         # The held-out texts are never dropped for the others' sake, and count for the whole.
         self._held_out = TrajectoryStore(plan.store / "held-out", plan.disk_bytes, notify)
-        self._digest = models.model_identity(model).get("tokenizer.json")
+        self._digest = models.tokenizer_digest(model)
         self._counts = DecodingCounts()
         decoder, codec = self._load()
         self._parts = TargetParts.of(decoder.target, codec, decoder.end_token_ids)
