@@ -159,9 +159,6 @@ def test_a_trained_drafter_is_accepted(
     assert summary["tokens"] >= 700
     assert any("left out" in line for line in lines)
     assert figures["refused"] == 2
-    if "draft_vocabulary" in changes:
-        narrow = figures["teacher_forced_in_vocabulary"]["all"]["emitted_per_step"]
-        assert narrow >= after
     _check_card(out, summary)
 
 
@@ -174,9 +171,11 @@ def _check_card(out: Path, summary: dict[str, Any]) -> None:
 
 
 def test_a_draft_vocabulary_comes_with_the_drafter(
-    tmp_path: Path, model: Path, prompts: Path
+    tmp_path: Path, model: Path, prompts: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     train(plan_of(model, prompts, tmp_path / "out", draft_vocabulary=10, steps=2))
+    code, printed, _ = call(capfd, "show", str(tmp_path / "out"))
+    assert (code, f"10 of the target's {VOCABULARY} tokens" in printed) == (0, True)
     tokens = load_file(tmp_path / "out" / "draft_vocabulary.safetensors")["token_ids"].tolist()
     assert len(tokens) == 10
     assert {*(token_of(letter) for letter in LETTERS), END} <= {*tokens}

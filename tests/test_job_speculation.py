@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from folders import (
     VOCABULARY,
     completions,
@@ -15,7 +16,9 @@ from folders import (
     token_of,
     write_rows,
 )
+from safetensors.torch import save_file
 
+from adaflash_batch.drafter.vocabulary import VOCABULARY as VOCABULARY_FILE
 from adaflash_batch.errors import ConfigError
 
 PROMPTS = ["one", "a longer prompt than the others", None, "x", "four more", "y" * 60, "seven"]
@@ -28,9 +31,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_folder(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_drafter_folder(tmp_path_factory.mktemp("drafters") / "random")
+@pytest.fixture(scope="module", params=["all", "vocabulary"])
+def drafter(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    folder = tiny_drafter_folder(tmp_path_factory.mktemp("drafters") / "random")
+    if request.param == "vocabulary":
+        save_file({"token_ids": torch.arange(3, 200, 2)}, folder / VOCABULARY_FILE)
+    return folder
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -113,6 +119,31 @@ def test_rows_that_accept_all_and_rows_that_accept_none(tmp_path: Path) -> None:
     assert summary.fields["acceptance_rate"] == round(accepted / verified, 4)
     steps = 3 * 4 + 2 * (NEW - 1)
     assert summary.fields["emitted_per_step"] == round((accepted + steps) / steps, 4)
+
+
+@pytest.mark.parametrize("letters", ["abc", "bcd"])
+def test_drafts_come_from_the_vocabulary_alone(tmp_path: Path, letters: str) -> None:
+    """The same, with a drafter that may choose from a few letters: it drafts an `a` if it may."""
+    model = echo_model_folder(tmp_path / "model")
+    drafter = tiny_drafter_folder(tmp_path / "drafter", is_silent=True, mask_token_id=token_of("a"))
+    ids = sorted(token_of(letter) for letter in letters)
+    save_file({"token_ids": torch.tensor(ids)}, drafter / VOCABULARY_FILE)
+    shard = write_rows(tmp_path / "in.parquet", ["ends in a"])
+    keys = {"sampling.max_new_tokens": NEW, "speculation.drafter": str(drafter)}
+    run(shard, model, tmp_path / "out", keys)
+    (row,) = read_rows(tmp_path / "out")
+    assert row["completion"] == "a" * NEW
+    accepts = "a" in letters
+    assert row["spec"]["steps"] == (4 if accepts else NEW - 1)
+    assert row["spec"]["accepted"] == (NEW - 1 - 4 if accepts else 0)
+
+
+def test_a_broken_vocabulary_stops_the_job(tmp_path: Path, model: Path) -> None:
+    drafter = tiny_drafter_folder(tmp_path / "drafter")
+    save_file({"token_ids": torch.tensor([3, VOCABULARY])}, drafter / VOCABULARY_FILE)
+    shard = write_rows(tmp_path / "in.parquet", ["x"])
+    with pytest.raises(ConfigError, match=f"token {VOCABULARY}, .* of {VOCABULARY}"):
+        run(shard, model, tmp_path / "out", {"speculation.drafter": str(drafter)})
 
 
 def test_a_resumed_job_adds_up_what_both_runs_did(tmp_path: Path, model: Path) -> None:

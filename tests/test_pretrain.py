@@ -17,7 +17,7 @@ from adaflash_batch.adapt.blocks import Blocks, make_blocks, pack_features, samp
 from adaflash_batch.adapt.evaluate import Acceptance, evaluate
 from adaflash_batch.adapt.losses import Head, Objective, draft_loss
 from adaflash_batch.adapt.member_losses import member_loss, predecessors
-from adaflash_batch.adapt.new_drafter import copy_target_layers, frequent_tokens, restricted
+from adaflash_batch.adapt.new_drafter import copy_target_layers, frequent_tokens
 from adaflash_batch.adapt.optimise import DrafterTrainer, learning_rate
 from adaflash_batch.adapt.pretrain import Rounds
 from adaflash_batch.adapt.training_state import Cursor, load_state, save_state
@@ -366,10 +366,6 @@ def test_the_draft_vocabulary_is_the_most_frequent_and_the_ends() -> None:
     assert frequent_tokens(texts, 12, 5, [2]).tolist() == [2, 5, 7, 8, 9]
     with pytest.raises(ConfigError, match="--draft-vocabulary"):
         frequent_tokens(texts, 12, 13, [])
-    weight, hidden = random_rows(12, 4, torch.float32, 0), random_rows(6, 4, torch.float32, 1)
-    logits = restricted(weight, torch.tensor([2, 5, 7]))(hidden)
-    assert torch.equal(logits[:, [2, 5, 7]], hidden @ weight[[2, 5, 7]].T)
-    assert set(logits.argmax(-1).tolist()) <= {2, 5, 7}
 
 
 def test_layers_of_the_target_are_taken_over_where_they_fit() -> None:

@@ -68,6 +68,7 @@ def evaluate(
     embedding: Tensor,
     head: Head,
     *,
+    token_ids: Tensor | None = None,
     most_anchors: int | None = None,
 ) -> Acceptance:
     """Draft behind the generated tokens of a trajectory and compare.
@@ -75,7 +76,7 @@ def evaluate(
     Args:
         net: in the dtype of `embedding`.
         embedding: the target's, [vocabulary, H].
-        head: the target's lm_head.
+        head, token_ids: the target's lm_head and the drafter's vocabulary, see `DFlash.propose`.
         most_anchors: look at so many, evenly spread, and do not walk; None looks at all.
     """
     # The target itself writes the first token, so no block is ever anchored before it.
@@ -86,7 +87,7 @@ def evaluate(
         candidates = [candidates[int(i * stride)] for i in range(most_anchors)]
     anchors = torch.tensor(candidates, dtype=torch.int64)
     agreeing = [
-        _agreement(net, trajectory, part, embedding, head)
+        _agreement(net, trajectory, part, embedding, head, token_ids)
         for part in torch.split(anchors, _BLOCKS_AT_ONCE)
         if len(part)
     ]
@@ -99,14 +100,19 @@ def evaluate(
 
 
 def _agreement(
-    net: DFlash, trajectory: Trajectory, anchors: Tensor, embedding: Tensor, head: Head
+    net: DFlash,
+    trajectory: Trajectory,
+    anchors: Tensor,
+    embedding: Tensor,
+    head: Head,
+    token_ids: Tensor | None,
 ) -> Tensor:
     """Bool [B, N], which drafts are the tokens of the text; those past its end are not."""
     config = net.config
     blocks = make_blocks([trajectory], [anchors], config, gamma=1.0).to(embedding.device)
     features = pack_features(blocks, [trajectory]).to(embedding.device, embedding.dtype)
     hidden = forward_blocks(net, blocks, features, embedding[blocks.token_ids.flatten()])
-    drafts = net.propose(hidden, blocks.token_ids[:, 0], head)
+    drafts = net.propose(hidden, blocks.token_ids[:, 0], head, token_ids)
     slots = slice(config.first_slot, None)
     is_known = blocks.weights[:, slots] > 0
     return ((drafts == blocks.labels[:, slots]) & is_known).cpu()

@@ -78,10 +78,12 @@ class Head:
         weight: [V, H].
         row_of_token: int64 [tokens of the target], the row of each token and -1 for tokens outside
             the draft vocabulary; None when row v is token v.
+        token_ids: int64 [V], the token of each row; None when row v is token v.
     """
 
     weight: Tensor
     row_of_token: Tensor | None = None
+    token_ids: Tensor | None = None
 
     @staticmethod
     def restricted(weight: Tensor, token_ids: Tensor) -> Head:
@@ -89,7 +91,7 @@ class Head:
         row_of_token = torch.full((len(weight),), -1, dtype=torch.int64, device=weight.device)
         row_of_token[token_ids] = torch.arange(len(token_ids), device=weight.device)
         assert int((row_of_token >= 0).sum()) == len(token_ids), "a token occurs twice"
-        return Head(weight.detach()[token_ids], row_of_token)
+        return Head(weight.detach()[token_ids], row_of_token, token_ids)
 
     def rows(self, token_ids: Tensor) -> Tensor:
         """The row of each token, -1 outside the draft vocabulary."""

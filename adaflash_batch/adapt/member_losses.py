@@ -84,7 +84,7 @@ def _selector_loss(net: DFlash, head: Head, hidden: Tensor, blocks: Blocks) -> T
         found = candidates == labels[part].unsqueeze(-1)
         chosen = (weights[part] > 0) & found.any(-1)
         logits = torch.einsum("nh,nkh->nk", flat[part], head.weight[candidates])
-        tokens = _tokens(head, candidates)
+        tokens = candidates if head.token_ids is None else head.token_ids[candidates]
         scores = net.scaled(logits) + selector.edges(flat[part], previous[part], tokens)
         gold = found[chosen].int().argmax(-1)
         losses.append(F.cross_entropy(scores[chosen], gold, reduction="none"))
@@ -97,22 +97,6 @@ def _selector_loss(net: DFlash, head: Head, hidden: Tensor, blocks: Blocks) -> T
 def _candidates(head: Head, rows: Tensor, count: int) -> Tensor:
     logits = F.linear(rows.to(head.weight.dtype), head.weight)
     return best_candidates(logits, min(count, len(head.weight)))[1]
-
-
-def _tokens(head: Head, rows: Tensor) -> Tensor:
-    """The token ids of rows of the head."""
-    if head.row_of_token is None:
-        return rows
-    return torch.nonzero(head.row_of_token >= 0).flatten()[_rank(head)[rows]]
-
-
-def _rank(head: Head) -> Tensor:
-    """For each row of a restricted head, which of the tokens in ascending order it stands for."""
-    assert head.row_of_token is not None
-    order = head.row_of_token[head.row_of_token >= 0]
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(len(order), device=order.device)
-    return rank
 
 
 def _markov_loss(
@@ -152,9 +136,7 @@ def _markov_part(
 ) -> tuple[Tensor, Tensor]:
     """(weighted sum of the losses, hits) of some blocks."""
     assert net.markov_head is not None
-    bias = net.markov_head.bias(rows, previous)
-    if head.row_of_token is not None:
-        bias = bias[..., _tokens(head, torch.arange(len(head.weight), device=bias.device))]
+    bias = net.markov_head.bias(rows, previous, head.token_ids)
     active = weights > 0
     logits = (F.linear(rows.to(head.weight.dtype), head.weight) + bias)[active].float()
     wanted = labels[active]

@@ -104,19 +104,6 @@ def frequent_tokens(
     return counts.sort(descending=True, stable=True).indices[:count].sort().values
 
 
-def restricted(weight: Tensor, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
-    """An lm_head [.., H] to [.., V] that chooses among these tokens only."""
-    rows, vocab_size = weight[token_ids], len(weight)
-
-    def head(hidden: Tensor) -> Tensor:
-        logits = torch.nn.functional.linear(hidden, rows)
-        full = logits.new_full((*logits.shape[:-1], vocab_size), -math.inf)
-        full[..., token_ids] = logits
-        return full
-
-    return head
-
-
 def mask_token(special: Iterable[int], ends: Iterable[int], vocab_size: int) -> int:
     """The special token that stands for what is unknown: the last one that ends no text."""
     ending = set(ends)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ class DrafterTrainer:
         # The weights that the next update sees, in the dtype of forward and backward.
         self.working = net if compute == torch.float32 else copy.deepcopy(net).to(compute)
         self._embedding = embedding.to(compute)
-        self._head = Head(head.weight.to(compute), head.row_of_token)
+        self._head = dataclasses.replace(head, weight=head.weight.to(compute))
         self._objective, self._gamma, self._anchors = objective, gamma, anchors
         named = dict(net.named_parameters())
         matrices = [p for p in named.values() if p.dim() > 1]

@@ -102,12 +102,14 @@ class Evaluator:
 
     Attributes:
         held_out: in the order of decoding.
-        embedding, head: the target's; `head` as real decoding has it.
+        embedding: the target's.
+        head, token_ids: as real decoding has them, see `DFlash.propose`.
     """
 
     held_out: Sequence[StoredTrajectory]
     embedding: Tensor
     head: Head
+    token_ids: Tensor | None = None
 
     def glance(self, net: DFlash) -> float | None:
         """τ over some anchors of some held-out texts."""
@@ -127,7 +129,14 @@ class Evaluator:
 
     def _evaluate(self, net: DFlash, entry: StoredTrajectory, most: int | None) -> Acceptance:
         trajectory = entry.read(with_teacher=False)
-        return evaluate(net, trajectory, self.embedding, self.head, most_anchors=most)
+        return evaluate(
+            net,
+            trajectory,
+            self.embedding,
+            self.head,
+            token_ids=self.token_ids,
+            most_anchors=most,
+        )
 
 
 @dataclass(slots=True)

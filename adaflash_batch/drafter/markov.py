@@ -9,7 +9,7 @@ their neighbours become; the Markov head adds that where it is cheap, behind the
     rnn       g, c, o = joint([state ; W1[x_j] ; h_j]);  latent = tanh(o)
               state = sigmoid(g) * state + (1 - sigmoid(g)) * tanh(c), 0 before the block
 
-B blocks, N slots of a block that draft, r rank, H hidden, V vocabulary.
+B blocks, N slots of a block that draft, r rank, H hidden, V tokens to choose from.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 __all__ = ["ConfidenceHead", "MarkovHead"]
@@ -33,35 +34,44 @@ class MarkovHead(nn.Module):
         self.gate_proj = nn.Linear(hidden_size + rank, rank) if kind == "gated" else None
         self.joint_proj = nn.Linear(hidden_size + 2 * rank, 3 * rank) if kind == "rnn" else None
 
-    def bias(self, hidden: Tensor, previous: Tensor) -> Tensor:
+    def bias(self, hidden: Tensor, previous: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """What is added to the logits when the tokens before are known (training): [B, N, V].
 
         Args:
             hidden: [B, N, H], the lm_head's input.
             previous: ids [B, N]; the anchor first.
+            token_ids: [V], the tokens of the logits; None for all.
         """
         state = hidden.new_zeros(hidden.shape[0], self.rank)
         latents = []
         for slot in range(hidden.shape[1]):
             latent, state = self._step(hidden[:, slot], previous[:, slot], state)
             latents.append(latent)
-        return cast(Tensor, self.markov_w2(torch.stack(latents, dim=1)))
+        return F.linear(torch.stack(latents, dim=1), self._rows(token_ids))
 
-    def walk(self, hidden: Tensor, logits: Tensor, anchors: Tensor) -> Tensor:
+    def walk(
+        self, hidden: Tensor, logits: Tensor, anchors: Tensor, token_ids: Tensor | None = None
+    ) -> Tensor:
         """Draft ids [B, N], each the argmax given the one before.
 
         Args:
             hidden: [B, N, H], the lm_head's input.
             logits: [B, N, V], its output.
             anchors: ids [B].
+            token_ids: [V], the tokens of the logits; None for all.
         """
-        previous, drafts = anchors, []
+        previous, drafts, rows = anchors, [], self._rows(token_ids)
         state = hidden.new_zeros(hidden.shape[0], self.rank)
         for slot in range(hidden.shape[1]):
             latent, state = self._step(hidden[:, slot], previous, state)
-            previous = (logits[:, slot] + self.markov_w2(latent)).argmax(-1)
+            best = (logits[:, slot] + F.linear(latent, rows)).argmax(-1)
+            previous = best if token_ids is None else token_ids[best]
             drafts.append(previous)
         return torch.stack(drafts, dim=1)
+
+    def _rows(self, token_ids: Tensor | None) -> Tensor:
+        weight = self.markov_w2.weight
+        return weight if token_ids is None else weight[token_ids]
 
     def _step(self, hidden: Tensor, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """(latent, next state) [B, r] of one slot: hidden [B, H], previous [B]."""

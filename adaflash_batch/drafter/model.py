@@ -247,7 +247,9 @@ class DFlash(nn.Module):
         blocks = hidden.view(-1, self.config.block_size, hidden.shape[-1])
         return blocks[:, self.config.first_slot :]
 
-    def propose(self, hidden: Tensor, anchors: Tensor, head: Head) -> Tensor:
+    def propose(
+        self, hidden: Tensor, anchors: Tensor, head: Head, token_ids: Tensor | None = None
+    ) -> Tensor:
         """Draft ids [B, num_drafts]: draft i of a block stands at its anchor + 1 + i.
 
         Deterministic: the argmax of each slot; with a Markov head the argmax given the draft
@@ -256,16 +258,20 @@ class DFlash(nn.Module):
         Args:
             hidden: [T, H], from `block`.
             anchors: ids [B].
-            head: the target's lm_head, [rows, H] to [rows, V].
+            head: the target's lm_head, [rows, H] to [rows, V]; of its draft vocabulary alone where
+                the drafter has one.
+            token_ids: [V], the draft vocabulary, ascending; None where logit v is that of token v.
         """
         rows = self.drafting_rows(hidden)
         logits = head(rows.flatten(0, 1)).view(*rows.shape[:2], -1)
         if self.markov_head is not None:
-            return self.markov_head.walk(rows, logits, anchors)
+            return self.markov_head.walk(rows, logits, anchors, token_ids)
         if self.candidate_selector is not None:
             best, candidates = best_candidates(logits, self.config.selector_top_k)
+            candidates = candidates if token_ids is None else token_ids[candidates]
             return self.candidate_selector.walk(rows, self.scaled(best), candidates, anchors)
-        return logits.argmax(-1)
+        drafts = logits.argmax(-1)
+        return drafts if token_ids is None else token_ids[drafts]
 
     def scaled(self, logits: Tensor) -> Tensor:
         """The head's logits with multiplier and soft cap, float32; their order is the same."""

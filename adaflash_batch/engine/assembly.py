@@ -12,8 +12,9 @@ import torch
 from adaflash_batch.drafter.checkpoint import TargetFacts
 from adaflash_batch.drafter.checkpoint import load as load_drafter
 from adaflash_batch.drafter.model import DFlash
+from adaflash_batch.drafter.vocabulary import load_vocabulary
 from adaflash_batch.engine.decoder import Decoder
-from adaflash_batch.engine.drafting import BlockDrafter
+from adaflash_batch.engine.drafting import BlockDrafter, Drafter
 from adaflash_batch.engine.memory import kv_budget
 from adaflash_batch.engine.target import Target
 from adaflash_batch.errors import ConfigError
@@ -80,7 +81,7 @@ def build_decoder(plan: DecoderPlan, *, notify: Callable[[str], None]) -> Decode
     net = None if plan.drafter is None else _load_net(plan.drafter, target, plan.tokenizer_digest)
     return Decoder(
         target,
-        drafter=None if net is None else lambda num_pages: BlockDrafter(net, target, num_pages),
+        drafter=None if net is None else _drafter(plan, net, target),
         width=plan.width,
         max_running=plan.concurrency,
         token_budget=max(plan.token_budget, 2),
@@ -115,6 +116,12 @@ def _load_net(folder: Path, target: Target, tokenizer_digest: str | None) -> DFl
     net.eval().requires_grad_(False)
     net.fuse()
     return net
+
+
+def _drafter(plan: DecoderPlan, net: DFlash, target: Target) -> Callable[[int], Drafter]:
+    assert plan.drafter is not None
+    tokens = load_vocabulary(plan.drafter, net.config)
+    return lambda num_pages: BlockDrafter(net, target, num_pages, token_ids=tokens)
 
 
 def _kv_tokens(plan: DecoderPlan, target: Target, net: DFlash | None) -> int:

@@ -75,15 +75,25 @@ class BlockDrafter:
     """A drafter net over the decoder's pages: context K/V of each layer lie beside the target's.
 
     The block's own K/V are written behind the context and overwritten by the next step's.
+    With a draft vocabulary (`token_ids`, see vocabulary.py) only its rows of the lm_head are run.
     """
 
-    def __init__(self, net: DFlash, target: Target, num_pages: int, version: int = 0) -> None:
+    def __init__(
+        self,
+        net: DFlash,
+        target: Target,
+        num_pages: int,
+        version: int = 0,
+        token_ids: torch.Tensor | None = None,
+    ) -> None:
         config = net.config
         self.version = version
         self.block_size = config.num_drafts + 1
         self.tapped_layers = config.target_layer_ids
         self._net = net
         self._target = target
+        self._token_ids = None if token_ids is None else token_ids.to(target.device)
+        self._head = target.head if token_ids is None else target.head_of(token_ids)
         self._kv = [
             KVLayer.empty(
                 num_pages, config.num_key_value_heads, config.head_dim, target.dtype, target.device
@@ -121,7 +131,8 @@ class BlockDrafter:
         cos, sin = self._net.rotary(positions.flatten().to(device))
         embeddings = self._target.embed(ids.flatten().to(device))
         hidden = self._net.block(embeddings, cos, sin, attend)
-        proposed = self._net.propose(hidden, anchors.to(device), self._target.head)
+        anchors = anchors.to(device)
+        proposed = self._net.propose(hidden, anchors, self._head, self._token_ids)
         drafts: list[list[int]] = proposed.tolist()
         return drafts
 

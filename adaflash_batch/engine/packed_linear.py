@@ -36,6 +36,21 @@ def side_by_side(linears: Sequence[nn.Linear]) -> nn.Module:
     return wide
 
 
+def some_outputs(layer: nn.Module, outputs: torch.Tensor) -> nn.Module | None:
+    """A layer that computes only these outputs of a linear one; None for another kind."""
+    if isinstance(layer, PackedLinear):
+        weight, bias = layer.unpacked()
+    elif type(layer) is nn.Linear:
+        weight, bias = layer.weight.detach(), layer.bias
+    else:
+        return None
+    some = nn.Linear(weight.shape[1], len(outputs), bias=bias is not None, device="meta")
+    some.weight = nn.Parameter(weight[outputs], False)
+    if bias is not None:
+        some.bias = nn.Parameter(bias.detach()[outputs], False)
+    return side_by_side([some])
+
+
 class PackedLinear(nn.Module):
     """Linear layers side by side, weights laid out for oneDNN; [.., in] to [.., sum of outs]."""
 
@@ -45,6 +60,10 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
         self._bias = _biases(linears) if linears[0].bias is not None else None
+
+    def unpacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(weight [out, in], bias [out]) as they were given."""
+        return self._weight.to_dense(), self._bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the class."""

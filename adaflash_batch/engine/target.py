@@ -15,7 +15,7 @@ from torch import nn
 
 from adaflash_batch.engine.attention_call import AttentionCall, CannotAttend, LayerShape
 from adaflash_batch.engine.fusing import fuse
-from adaflash_batch.engine.packed_linear import PackedLinear
+from adaflash_batch.engine.packed_linear import PackedLinear, some_outputs
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.kernels.paged_attention import (
@@ -246,6 +246,15 @@ class Target:
         """The output layer: [.., H] to [.., V], without the model's final soft cap."""
         logits: torch.Tensor = self._model.get_output_embeddings()(hidden)
         return logits
+
+    def head_of(self, token_ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """`head` for these tokens alone: [.., H] to [.., len(token_ids)].
+
+        It costs as little where the output layer is a linear one. Another kind is computed whole.
+        """
+        rows = token_ids.to(self.device)
+        some = some_outputs(self._model.get_output_embeddings(), rows)
+        return some if some is not None else lambda hidden: self.head(hidden)[..., rows]
 
     def _check(self, expected: torch.Tensor) -> None:
         """Compare with the model's own attention, in two pieces so that state must carry over.

@@ -13,8 +13,6 @@ from adaflash_batch.drafter.config import DrafterConfig
 from adaflash_batch.training.plan import TrainingPlan
 
 ALL = "all"
-VOCABULARY = "draft_vocabulary.safetensors"
-"""Beside the weights: `token_ids` that the drafter was trained to choose from."""
 
 
 def results(domains: Mapping[str, Acceptance]) -> dict[str, dict[str, Any]]:

@@ -9,15 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.nn.functional as F
-from safetensors.torch import load_file
-from torch import Tensor
 
 from adaflash_batch import models
 from adaflash_batch.adapt.evaluate import Acceptance, evaluate
-from adaflash_batch.adapt.new_drafter import restricted
 from adaflash_batch.drafter import checkpoint
 from adaflash_batch.drafter.checkpoint import TargetFacts
-from adaflash_batch.drafter.model import Head
+from adaflash_batch.drafter.vocabulary import load_vocabulary
 from adaflash_batch.engine.assembly import DecoderPlan, build_decoder
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.errors import ConfigError
@@ -25,7 +22,7 @@ from adaflash_batch.exchange import Trajectory
 from adaflash_batch.request import Prompt, Request, RowError, RowKey, Sampling
 from adaflash_batch.stats import SpeculationCounts
 from adaflash_batch.text import TextCodec
-from adaflash_batch.training.card import ALL, VOCABULARY, results, survival_of
+from adaflash_batch.training.card import ALL, results, survival_of
 from adaflash_batch.training.decoding import run
 from adaflash_batch.training.parts import TargetParts
 from adaflash_batch.training.prompts import PromptFiles, Row
@@ -53,9 +50,7 @@ def evaluate_drafter(plan: EvaluationPlan, *, notify: Callable[[str], None]) -> 
     Teacher-forced figures come from the states of the same decode.
 
     Returns:
-        `decoded` and `teacher_forced`, each by domain and for all, and `refused` prompts; where the
-        drafter has a draft vocabulary, `teacher_forced_in_vocabulary` too, which drafts from it
-        alone.
+        `decoded` and `teacher_forced`, each by domain and for all, and `refused` prompts.
 
     Raises:
         AdaflashError: the drafter, the model or the prompts cannot be used.
@@ -78,38 +73,41 @@ def evaluate_drafter(plan: EvaluationPlan, *, notify: Callable[[str], None]) -> 
         "model": plan.model,
         "refused": refused,
         "decoded": _figures(decoded),
-        **forced.figures(),
+        "teacher_forced": forced.figures(),
     }
 
 
 class _TeacherForced:
-    """Drafts behind every token of the texts as they come out of the decoder."""
+    """Drafts, as decoding does, behind every token of the texts that come out of the decoder."""
 
     def __init__(self, plan: EvaluationPlan, decoder: Decoder, codec: TextCodec) -> None:
         target = decoder.target
         facts = TargetFacts(target.vocab_size, target.hidden_size, target.num_layers, target.name)
         net = checkpoint.load(plan.folder, facts, dtype=target.dtype)
         self._net = net.to(target.device).eval()
-        self._parts = TargetParts.of(target, codec, decoder.end_token_ids)
+        parts = TargetParts.of(target, codec, decoder.end_token_ids)
+        self._embedding, self._head = parts.embedding, parts.head
         self.layers = net.config.target_layer_ids
-        self._heads: dict[str, Head] = {"teacher_forced": self._head}
-        if (plan.folder / VOCABULARY).exists():
-            tokens = load_file(plan.folder / VOCABULARY)["token_ids"].to(target.device)
-            self._heads["teacher_forced_in_vocabulary"] = restricted(self._parts.head, tokens)
-        self._domains: dict[str, dict[str, Acceptance]] = {name: {} for name in self._heads}
+        self._token_ids = load_vocabulary(plan.folder, net.config)
+        if self._token_ids is not None:
+            self._token_ids = self._token_ids.to(target.device)
+            self._head = self._head[self._token_ids]
+        self._domains: dict[str, Acceptance] = {}
 
     def take(self, trajectory: Trajectory, domain: str) -> None:
         """Count what is right behind each of its tokens."""
-        for name, head in self._heads.items():
-            result = evaluate(self._net, trajectory, self._parts.embedding, head)
-            self._domains[name].setdefault(domain, Acceptance()).add(result)
+        result = evaluate(
+            self._net,
+            trajectory,
+            self._embedding,
+            lambda hidden: F.linear(hidden, self._head),
+            token_ids=self._token_ids,
+        )
+        self._domains.setdefault(domain, Acceptance()).add(result)
 
-    def figures(self) -> dict[str, object]:
-        """Of each way of drafting, by domain."""
-        return {name: results(dict(sorted(each.items()))) for name, each in self._domains.items()}
-
-    def _head(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self._parts.head)
+    def figures(self) -> dict[str, dict[str, object]]:
+        """By domain."""
+        return results(dict(sorted(self._domains.items())))
 
 
 def _decoder_plan(plan: EvaluationPlan, model: Path) -> DecoderPlan:

@@ -25,12 +25,13 @@ from adaflash_batch.adapt.pretrain import Evaluator, Pretraining, Rounds, Traini
 from adaflash_batch.adapt.training_state import Cursor, load_state
 from adaflash_batch.adapt.trajectory_store import StoredTrajectory, TrajectoryStore
 from adaflash_batch.drafter import checkpoint
+from adaflash_batch.drafter.vocabulary import VOCABULARY
 from adaflash_batch.engine.assembly import DecoderPlan, build_decoder
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.report.live import FIRST_LINE_S, LINE_EVERY_S, duration
 from adaflash_batch.text import TextCodec
-from adaflash_batch.training.card import VOCABULARY, card, results
+from adaflash_batch.training.card import card, results
 from adaflash_batch.training.decoding import (
     DecodingCounts,
     TrajectoryDecoder,
@@ -212,11 +213,13 @@ class _Training:
         )
 
     def _evaluator(self, held_out: list[StoredTrajectory], dtype: torch.dtype) -> Evaluator:
-        weight = self._parts.head.to(dtype)
+        head = self._head()
+        weight = head.weight.to(dtype)
         return Evaluator(
             held_out,
             self._parts.embedding.to(dtype),
             lambda hidden: torch.nn.functional.linear(hidden, weight),
+            head.token_ids,
         )
 
     def _head(self) -> Head:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from adaflash_batch.drafter import checkpoint
+from adaflash_batch.drafter.vocabulary import load_vocabulary
 from adaflash_batch.training.card import table
 
 
@@ -36,6 +37,9 @@ def describe(folder: Path) -> Iterator[str]:
         f"{config.vocab_size}; reads layers {', '.join(map(str, config.target_layer_ids))}; "
         f"mask token {config.mask_token_id}"
     )
+    tokens = load_vocabulary(folder, config)
+    if tokens is not None:
+        yield f"draft vocabulary: {len(tokens)} of the target's {config.vocab_size} tokens"
     yield from _training(view.own)
 
 
