@@ -2,7 +2,7 @@
 
     chunk-000003/index.json, states-000.safetensors, ...     renamed into place when whole
 
-States are kept in bfloat16. When the store is full its oldest chunks are dropped.
+States are kept in bfloat16. A full store drops its oldest chunks or takes no more, as it was told.
 """
 
 from __future__ import annotations
@@ -33,6 +33,27 @@ _ENTRY_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
+class Taps:
+    """Target layers that are stored, and those of them that are read.
+
+    Attributes:
+        stored: in the order in which their states lie side by side.
+        wanted: in the order in which they are read; all are among `stored`.
+    """
+
+    stored: tuple[int, ...]
+    wanted: tuple[int, ...]
+
+    def of(self, features: Tensor) -> Tensor:
+        """Stored features [L, stored * H] as wanted, [L, wanted * H]."""
+        if self.wanted == self.stored:
+            return features
+        places = [self.stored.index(layer) for layer in self.wanted]
+        rows = features.reshape(len(features), len(self.stored), -1)
+        return rows[:, places].flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTrajectory:
     """Where a trajectory lies, and what is known of it without reading it.
 
@@ -42,6 +63,7 @@ class StoredTrajectory:
         domain: what kind of prompt it had.
         prompt_length: tokens of the prompt.
         length: tokens of prompt and continuation.
+        taps: which of the stored layers are read; None reads them as they lie.
     """
 
     file: Path
@@ -49,6 +71,7 @@ class StoredTrajectory:
     domain: str
     prompt_length: int
     length: int
+    taps: Taps | None = None
 
     @property
     def num_generated(self) -> int:
@@ -59,11 +82,12 @@ class StoredTrajectory:
         """The trajectory; without a teacher `last_hidden` is None and not read."""
         name = _name(self.key)
         with safe_open(self.file, framework="pt") as tensors:
+            features = tensors.get_tensor(f"{name}.features")
             return Trajectory(
                 key=self.key,
                 token_ids=tensors.get_tensor(f"{name}.token_ids").long(),
                 prompt_length=self.prompt_length,
-                features=tensors.get_tensor(f"{name}.features"),
+                features=features if self.taps is None else self.taps.of(features),
                 last_hidden=tensors.get_tensor(f"{name}.last_hidden") if with_teacher else None,
                 first_hidden=self.prompt_length - 1,
             )
@@ -80,15 +104,27 @@ class TrajectoryStore:
 
     Args:
         folder: made when the first chunk is written.
-        most_bytes: all chunks together never take more. A new chunk drops the oldest ones for its
-            sake, but never the newest, which says how far decoding has come.
+        most_bytes: all chunks together never take more.
         notify: is told of chunks that are dropped.
+        taps: of what is read from it.
+        may_drop: a new chunk drops the oldest ones for its sake, but never the newest, which says
+            how far decoding has come. Otherwise a chunk without room is a ConfigError.
     """
 
-    def __init__(self, folder: Path, most_bytes: int, notify: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        most_bytes: int,
+        notify: Callable[[str], None],
+        *,
+        taps: Taps | None = None,
+        may_drop: bool = True,
+    ) -> None:
         self._folder = folder
         self._most_bytes = most_bytes
         self._notify = notify
+        self._taps = taps
+        self._may_drop = may_drop
         for stale in folder.glob(".*.partial"):
             shutil.rmtree(stale)
 
@@ -106,13 +142,20 @@ class TrajectoryStore:
         index = _read_index(chunks[-1])
         return int(index["number"]) + 1, int(index["tokens_so_far"])
 
+    @property
+    def has_dropped(self) -> bool:
+        """Whether chunks of the beginning are gone."""
+        chunks = self._chunks()
+        return bool(chunks) and int(_read_index(chunks[0])["number"]) > 0
+
     def entries(self, most_tokens: int | None = None) -> list[StoredTrajectory]:
         """What is there, in the order of decoding.
 
         Args:
             most_tokens: leave out chunks begun when so many tokens had been generated.
         """
-        return [entry for chunk in self._chunks() for entry in _entries(chunk, most_tokens)]
+        chunks = self._chunks()
+        return [each for chunk in chunks for each in _entries(chunk, most_tokens, self._taps)]
 
     @contextmanager
     def chunk(self) -> Iterator[ChunkWriter]:
@@ -129,16 +172,26 @@ class TrajectoryStore:
         chunks = self._chunks()
         sizes = [_folder_bytes(chunk) for chunk in chunks]
         while sum(sizes) + wanted > self._most_bytes:
-            if len(chunks) < 2:
-                raise ConfigError(
-                    f"the trajectories of one chunk take more than --disk allows: "
-                    f"{wanted / 2**20:.1f} MiB after {sum(sizes) / 2**20:.1f} MiB, of "
-                    f"{self._most_bytes / 2**20:.1f} MiB",
-                    "give more with --disk, or tap fewer layers, or lower --concurrency",
-                )
+            if not self._may_drop or len(chunks) < 2:
+                raise self._is_full(wanted, sum(sizes))
             oldest, _ = chunks.pop(0), sizes.pop(0)
             self._notify(f"disk is full (--disk): dropping the oldest trajectories, {oldest.name}")
             _remove(oldest)
+
+    def _is_full(self, wanted: int, taken: int) -> ConfigError:
+        sizes = (
+            f"{wanted / 2**20:.1f} MiB after {taken / 2**20:.1f} MiB, of "
+            f"{self._most_bytes / 2**20:.1f} MiB"
+        )
+        if self._may_drop:
+            return ConfigError(
+                f"the trajectories of one chunk take more than --disk allows: {sizes}",
+                "give more with --disk, or tap fewer layers, or lower --concurrency",
+            )
+        return ConfigError(
+            f"the trajectories in {self._folder} take more than --disk allows: {sizes}",
+            "give more with --disk, or ask for fewer --tokens",
+        )
 
     def _chunks(self) -> list[Path]:
         return sorted(self._folder.glob("chunk-*"))
@@ -207,7 +260,7 @@ class ChunkWriter:
         self._pending = {}
 
 
-def _entries(chunk: Path, most_tokens: int | None) -> Iterator[StoredTrajectory]:
+def _entries(chunk: Path, most_tokens: int | None, taps: Taps | None) -> Iterator[StoredTrajectory]:
     index = _read_index(chunk)
     if most_tokens is not None and int(index["tokens_before"]) >= most_tokens:
         return
@@ -218,6 +271,7 @@ def _entries(chunk: Path, most_tokens: int | None) -> Iterator[StoredTrajectory]
             domain=row["domain"],
             prompt_length=row["prompt_length"],
             length=row["length"],
+            taps=taps,
         )
 
 

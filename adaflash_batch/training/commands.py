@@ -61,7 +61,7 @@ _HELP = {
     "seed": "Decides everything random.",
     "concurrency": "Texts decoded at once.",
     "kv_bytes": "KV memory, like 4GiB.",
-    "disk_bytes": "Most that decoded texts take on disk; the oldest are dropped.",
+    "disk_bytes": "Most that decoded texts take on disk; a training's own oldest ones are dropped.",
     "dtype": "Of the target: auto, float32, bfloat16 or float16.",
     "compute": "float32 or bfloat16, of the drafter's forward and backward.",
     "threads": "CPU threads.",

@@ -106,3 +106,14 @@ def _reader(model: Path) -> Callable[[str], Tensor | None]:
         return None
 
     return read
+
+
+def count_layers(model: Path, name: str) -> int:
+    """Layers of the target in a folder, before it is loaded. Raises ConfigError."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(model), local_files_only=True)
+        return int(config.get_text_config().num_hidden_layers)
+    except (ValueError, OSError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{name} cannot be loaded: {error}") from error

@@ -14,10 +14,11 @@ OBJECTIVES = ("ce", "forward_kl", "opd")
 
 # These change nothing about the weights.
 _SPEED = ("out", "trajectories", "threads", "save_every", "evaluate_every", "kv_bytes")
-# These decide the stored trajectories; more --tokens only adds to them.
+# These decide the stored texts, with the prompts and the model; more --tokens only add to them.
+# What decides how they are stored, the store itself remembers (claims.StoreSettings).
 _STORED = (
-    *("prompt_column", "messages_column", "target_layers", "features", "sampled_share"),
-    *("max_new_tokens", "held_out", "max_held_out", "seed", "concurrency", "disk_bytes", "dtype"),
+    *("prompt_column", "messages_column", "sampled_share", "max_new_tokens"),
+    *("held_out", "max_held_out", "seed", "dtype"),
 )
 
 
@@ -29,7 +30,8 @@ class TrainingPlan:
         model: folder or hub id of the target.
         prompts: Parquet files, directories or globs.
         out: folder of the finished checkpoint; the work lies beside it.
-        trajectories: folder of decoded trajectories, shared between trainings; None: with the work.
+        trajectories: folder of decoded trajectories, shared between trainings, which drops none;
+            None: with the work, where `disk_bytes` may drop the oldest.
         tokens: how many to decode, over all rounds.
         rounds: decoding and training take turns so often.
         steps: updates over all rounds; None takes `epochs`.
@@ -131,16 +133,30 @@ class TrainingPlan:
         """Where trajectories lie."""
         return self.trajectories or self.work / "trajectories"
 
+    @property
+    def may_drop(self) -> bool:
+        """Whether a full disk drops the oldest texts. Others may still read what is shared."""
+        return self.trajectories is None
+
     def facts(self) -> dict[str, object]:
-        """What decides the weights, by option, for the resuming of a training."""
-        return {
+        """What decides the weights, by option, for the resuming of a training.
+
+        The bound of the disk does where it may drop texts, and nowhere else.
+        """
+        facts = {
             field.name: _plain(getattr(self, field.name))
             for field in fields(self)
             if field.name not in _SPEED
         }
+        return facts | {"disk_bytes": self.disk_bytes if self.may_drop else None}
 
     def stored_facts(self) -> dict[str, object]:
-        """What decides the trajectories."""
+        """What decides the texts, and must be equal where trainings share them.
+
+        Prompts' columns, seed, `sampled_share` and `max_new_tokens` decide them one by one, `dtype`
+        their rounding. `held_out` decides which are trained on, and `max_held_out` which ones the
+        results are of: they are decoded once, before all others.
+        """
         return {name: _plain(getattr(self, name)) for name in _STORED}
 
 

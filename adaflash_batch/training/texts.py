@@ -1,0 +1,160 @@
+"""The texts of a training: what the store lacks is decoded, what it has is handed out."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+from adaflash_batch import models
+from adaflash_batch.adapt.trajectory_store import StoredTrajectory, Taps, TrajectoryStore
+from adaflash_batch.engine.assembly import DecoderPlan, build_decoder
+from adaflash_batch.engine.decoder import Decoder
+from adaflash_batch.errors import ConfigError
+from adaflash_batch.report.live import duration
+from adaflash_batch.text import TextCodec
+from adaflash_batch.training.claims import StoreSettings
+from adaflash_batch.training.decoding import DecodingCounts, TrajectoryDecoder, sampled_sampling
+from adaflash_batch.training.parts import TargetParts
+from adaflash_batch.training.sources import Sources
+from adaflash_batch.training.ticker import Ticker
+
+
+class Texts:
+    """Trajectories of a plan, held-out ones and those to train on. Loads the target; then `begin`.
+
+    Args:
+        sources: prompts, target and plan, whose store is held by this process.
+        settings: of the store.
+        ticker: takes lines about the decoding.
+        notify: takes lines for people.
+
+    Attributes:
+        parts: the frozen parts of the target.
+        device: where it ran.
+        counts: what this process decoded.
+        held_out: trajectories to evaluate on; all of them once it has begun.
+
+    Raises:
+        AdaflashError: the target cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        sources: Sources,
+        settings: StoreSettings,
+        ticker: Ticker,
+        notify: Callable[[str], None],
+    ) -> None:
+        self._plan, self._files, self._model = sources.plan, sources.files, sources.model
+        self._settings, self._ticker, self._notify = settings, ticker, notify
+        self._taps = Taps(settings.layers, sources.layers)
+        self.counts = DecodingCounts()
+        decoder, codec = self._load()
+        self.parts = TargetParts.of(decoder.target, codec, decoder.end_token_ids)
+        self.device = decoder.target.device
+        self._idle: tuple[Decoder, TextCodec] | None = (decoder, codec)
+        self._train = self._store("train", self._plan.disk_bytes)
+        self.held_out: list[StoredTrajectory] = []
+
+    def begin(self) -> None:
+        """Decode the held-out texts, unless they are there. Raises AdaflashError as `decode`."""
+        self._check_whole()
+        # They are never dropped for the others' sake. Both bounds together are --disk.
+        held_out = self._store("held-out", self._plan.disk_bytes)
+        self._decoder().fill_held_out(held_out, self._plan.max_held_out)
+        self._train = self._store("train", self._plan.disk_bytes - held_out.num_bytes)
+        self.held_out = held_out.entries()
+        if not self.held_out:
+            self._notify("no prompt is held out: nothing will be evaluated")
+
+    @property
+    def tokens(self) -> int:
+        """Generated tokens decoded so far to train on, by whomever."""
+        return self._train.progress[1]
+
+    def decode(self, tokens: int) -> float:
+        """Bring the store to so many generated tokens, and let go of the model.
+
+        Returns:
+            the seconds that it took.
+
+        Raises:
+            AdaflashError: nothing can be decoded, or there is no room.
+        """
+        before = self.counts.seconds
+        if self.tokens < tokens:
+            self._decoder().fill(self._train, tokens)
+            if self.counts.refused:
+                self._notify(
+                    f"{self.counts.refused} prompts left out, the first since: "
+                    f"{self.counts.first_refusal}"
+                )
+        self._idle = None
+        gc.collect()  # model and hooks refer to each other, and would stay beside the optimiser
+        return self.counts.seconds - before
+
+    def entries(self, tokens: int) -> list[StoredTrajectory]:
+        """What a round trains on: the same in a store that others have filled further."""
+        entries = self._train.entries(tokens)
+        if not entries:
+            raise ConfigError("no text has two tokens, there is nothing to learn from")
+        return entries
+
+    def _store(self, name: str, most_bytes: int) -> TrajectoryStore:
+        folder, may_drop = self._plan.store / name, self._plan.may_drop
+        return TrajectoryStore(folder, most_bytes, self._notify, taps=self._taps, may_drop=may_drop)
+
+    def _check_whole(self) -> None:
+        """What another training dropped from its own folder cannot be shared any more."""
+        if self._train.has_dropped and not self._plan.may_drop:
+            raise ConfigError(
+                f"{self._plan.store} has dropped its oldest texts to stay within --disk, "
+                "what follows from it would not follow from its settings",
+                "decode into another folder",
+            )
+
+    def _load(self) -> tuple[Decoder, TextCodec]:
+        plan = self._plan
+        self._notify(f"loading {plan.model}")
+        decoder = build_decoder(
+            DecoderPlan(
+                folder=self._model,
+                name=plan.model,
+                dtype=plan.dtype,
+                concurrency=self._settings.concurrency,
+                kv_bytes=plan.kv_bytes,
+                threads=plan.threads,
+            ),
+            notify=self._notify,
+        )
+        codec = TextCodec.load(self._model, context=decoder.context)
+        codec.check_content(self._files.content.kind)
+        ends = codec.end_token_ids(models.generation_defaults(self._model))
+        decoder.end_token_ids = frozenset(token for token in ends if token < decoder.vocab_size)
+        return decoder, codec
+
+    def _decoder(self) -> TrajectoryDecoder:
+        plan = self._plan
+        decoder, codec = self._idle = self._idle or self._load()
+        return TrajectoryDecoder(
+            files=self._files,
+            decoder=decoder,
+            codec=codec,
+            layers=self._settings.layers,
+            max_new_tokens=plan.max_new_tokens,
+            sampled_share=plan.sampled_share,
+            sampled=sampled_sampling(models.generation_defaults(self._model)),
+            seed=plan.seed,
+            concurrency=self._settings.concurrency,
+            report=self._report,
+            counts=self.counts,
+        )
+
+    def _report(self, stored: int, counts: DecodingCounts) -> None:
+        def line() -> str:
+            wanted, done = self._plan.tokens, stored + counts.tokens - counts.tokens_stored
+            rate = counts.tokens / counts.seconds if counts.seconds else 0.0
+            left = duration(max(wanted - done, 0) / max(rate, 1.0))
+            return f"decoding: {done}/{wanted} tokens · {rate:.0f} tok/s · ETA {left}"
+
+        self._ticker.say(line)
