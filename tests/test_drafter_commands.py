@@ -130,7 +130,7 @@ def assert_same_weights(first: Path, second: Path) -> None:
     [
         ("dflash", {}),
         ("dflash", {"draft_vocabulary": 20, "compute": "bfloat16", "objective": "opd"}),
-        ("dspark", {"init_from_target": True}),
+        ("dspark", {"init_from_target": True, "confidence_head": True}),
         ("dflash2", {"rounds": 2, "objective": "forward_kl"}),
     ],
     ids=["dflash", "draft vocabulary", "dspark", "dflash2 in rounds"],
@@ -289,6 +289,7 @@ def test_other_settings_are_refused_by_name(tmp_path: Path, model: Path, prompts
         ({"tokens": 0}, "--tokens"),
         ({"member": "eagle"}, "--member"),
         ({"objective": "mse"}, "--objective"),
+        ({"confidence_head": True}, "--confidence-head"),
         ({"sampled_share": 1.5}, "--sampled-share"),
         ({"steps": 1, "rounds": 2}, "--steps"),
         ({"target_layers": (0, 2)}, "target_layer_ids"),
@@ -380,11 +381,15 @@ def test_show_reads_published_layouts_too(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tiny_drafter_folder(
-        tmp_path / "spark", from_anchor=True, markov_rank=4, target_layer_ids=(0,)
+        tmp_path / "spark",
+        from_anchor=True,
+        markov_rank=4,
+        enable_confidence_head=True,
+        target_layer_ids=(0,),
     )
     code, printed, _ = call(capfd, "show", str(folder))
     assert code == 0
-    for part in ("DSpark", "5 drafts", "rank 4", "not told"):
+    for part in ("DSpark", "5 drafts", "rank 4", "confidence head", "not told"):
         assert part in printed
     count = sum(tensor.numel() for tensor in weights(folder).values())
     assert checkpoint.inspect(folder).num_parameters == count

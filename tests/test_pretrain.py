@@ -11,9 +11,10 @@ import pytest
 import torch
 from nets import DFLASH2, DSPARK, TINY, random_drafter, random_rows
 from torch import Tensor
+from trajectories import TABLE, TRAJECTORIES, blocks_of, trajectory
 
 from adaflash_batch.adapt.block_attention import forward_blocks
-from adaflash_batch.adapt.blocks import Blocks, make_blocks, pack_features, sample_blocks
+from adaflash_batch.adapt.blocks import make_blocks, pack_features
 from adaflash_batch.adapt.evaluate import Acceptance, evaluate
 from adaflash_batch.adapt.losses import Head, Objective, draft_loss
 from adaflash_batch.adapt.member_losses import member_loss, predecessors
@@ -25,30 +26,13 @@ from adaflash_batch.adapt.trajectory_store import TrajectoryStore
 from adaflash_batch.drafter.config import DrafterConfig
 from adaflash_batch.drafter.model import initialise
 from adaflash_batch.errors import ConfigError
-from adaflash_batch.exchange import Trajectory
 from adaflash_batch.request import RowKey
 
 MARKOV = dataclasses.replace(
     DSPARK, enable_confidence_head=False, confidence_head_with_markov=False
 )
-MEMBERS = {"dflash": TINY, "dspark": MARKOV, "dflash2": DFLASH2}
+MEMBERS = {"dflash": TINY, "dspark": MARKOV, "dspark and confidence": DSPARK, "dflash2": DFLASH2}
 PLENTY = 2**30
-
-
-def trajectory(row: int, length: int = 20, config: DrafterConfig = TINY) -> Trajectory:
-    generator = torch.Generator().manual_seed(row)
-    return Trajectory(
-        key=RowKey(0, row, 0),
-        token_ids=torch.randint(0, config.vocab_size, (length,), generator=generator),
-        prompt_length=5,
-        features=random_rows(length - 1, config.num_features, torch.float32, row),
-        last_hidden=random_rows(length - 5, config.hidden_size, torch.float32, row + 100),
-        first_hidden=4,
-    )
-
-
-TRAJECTORIES = [trajectory(row, 15 + row) for row in range(6)]
-TABLE = random_rows(TINY.vocab_size, TINY.hidden_size, torch.float32, 77)
 
 
 def test_what_is_stored_is_read_in_order_of_the_rows(tmp_path: Path) -> None:
@@ -215,17 +199,6 @@ def test_the_learning_rate_rises_and_falls() -> None:
     assert learning_rate(2.0, 0.0, 1e-6) == pytest.approx(2.0)
 
 
-def blocks_of(config: DrafterConfig) -> tuple[Blocks, Tensor, Tensor]:
-    """(blocks, output of the net, teacher rows) of some trajectories, float64."""
-    chosen = [trajectory(row, 14 + row, config) for row in range(3)]
-    blocks = sample_blocks(chosen, config, 4.0, 20, torch.Generator().manual_seed(0))
-    net, features = random_drafter(config), pack_features(blocks, chosen).double()
-    embeddings = TABLE.double()[blocks.token_ids.flatten()]
-    hidden = forward_blocks(net, blocks, features, embeddings).detach()
-    teacher = torch.cat([t.last_hidden for t in chosen if t.last_hidden is not None]).double()
-    return blocks, hidden, teacher
-
-
 HEADS = {
     "whole": Head(TABLE.double()),
     "restricted": Head.restricted(TABLE.double(), torch.tensor([*range(90, 30, -1), 3])),
@@ -236,8 +209,8 @@ HEADS = {
 @pytest.mark.parametrize("kind", ["ce", "forward_kl", "opd"])
 def test_a_markov_head_that_says_nothing_leaves_the_plain_loss(kind: str, head: Head) -> None:
     objective = Objective(kind, clip=0.01)  # type: ignore[arg-type]
-    blocks, hidden, teacher = blocks_of(DSPARK)
-    net = random_drafter(DSPARK)
+    blocks, hidden, teacher = blocks_of(MARKOV)
+    net = random_drafter(MARKOV)
     assert net.markov_head is not None
     torch.nn.init.zeros_(net.markov_head.markov_w2.weight)
     ours, theirs = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
@@ -259,8 +232,8 @@ def test_a_markov_head_that_says_nothing_leaves_the_plain_loss(kind: str, head: 
 
 
 def test_a_markov_head_is_taught_given_the_true_predecessor() -> None:
-    blocks, hidden, _ = blocks_of(DSPARK)
-    net = random_drafter(DSPARK)
+    blocks, hidden, _ = blocks_of(MARKOV)
+    net = random_drafter(MARKOV)
     assert net.markov_head is not None
     loss = member_loss(net, Objective("ce"), HEADS["whole"], hidden, blocks, None)
     rows, previous = net.drafting_rows(hidden), predecessors(blocks, 0)

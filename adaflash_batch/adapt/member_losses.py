@@ -19,6 +19,7 @@ from adaflash_batch.drafter.selector import best_candidates
 
 # Blocks whose logits are held at once.
 _BLOCKS_AT_ONCE = 32
+_TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def _selector_loss(net: DFlash, head: Head, hidden: Tensor, blocks: Blocks) -> T
         losses.append(F.cross_entropy(scores[chosen], gold, reduction="none"))
         taught.append(weights[part][chosen])
     total = (torch.cat(losses) * torch.cat(taught)).sum()
-    return total / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
+    return total / weights.sum().clamp(min=_TINY)
 
 
 @torch.no_grad()
@@ -112,16 +113,41 @@ def _markov_loss(
     labels = head.rows(blocks.labels[:, first:])
     weights = blocks.weights[:, first:].where(labels >= 0, 0.0)
     taught_by = blocks.teacher_rows[:, first:]
-    total, hits = hidden.new_zeros((), dtype=torch.float32), 0
+    total, right = hidden.new_zeros((), dtype=torch.float32), [labels[:0] > 0]
     for begin in range(0, len(rows), _BLOCKS_AT_ONCE):
         part = slice(begin, begin + _BLOCKS_AT_ONCE)
         wanted = None if teacher is None else teacher[taught_by[part]]
         inputs = (rows[part], previous[part], labels[part], weights[part], wanted)
         # Computed again in the backward pass rather than kept: logits are the largest tensors.
-        loss, right = checkpoint(_markov_part, net, objective, head, *inputs, use_reentrant=False)
-        total, hits = total + loss, hits + int(right)
-    value = total / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
-    return MemberLoss(value, int((weights > 0).sum()), hits)
+        loss, agrees = checkpoint(_markov_part, net, objective, head, *inputs, use_reentrant=False)
+        total = total + loss
+        right.append(agrees)
+    value = total / weights.sum().clamp(min=_TINY)
+    is_right = torch.cat(right)
+    if net.confidence_head is not None:
+        confidence = net.confidence(rows, previous)
+        value = value + confidence_loss(confidence, is_right, blocks.weights[:, first:])
+    return MemberLoss(value, int((weights > 0).sum()), int((is_right & (weights > 0)).sum()))
+
+
+def confidence_loss(logits: Tensor, is_right: Tensor, weights: Tensor) -> Tensor:
+    """Mean binary cross-entropy of DSpark's confidence head, weighted like the drafts.
+
+    The label of a draft is whether it is accepted: whether it is the token of the text. (DSpark
+    takes 1 - |p - q| / 2 of the two distributions, with which sampled drafts are accepted; ours
+    are the argmax.) Only drafts behind nothing but right ones count, since the others are never
+    looked at: so the product over a block's first drafts is how likely all of them are accepted.
+
+    Args:
+        logits: [B, N], of the head.
+        is_right: bool [B, N], also where the token is outside the draft vocabulary: never right.
+        weights: [B, N], 0 where the text has ended.
+    """
+    reached = F.pad(is_right[:, :-1].int().cumprod(1), (1, 0), value=1)
+    weights = weights * reached
+    labels = is_right.float()
+    losses = F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none")
+    return (losses * weights).sum() / weights.sum().clamp(min=_TINY)
 
 
 def _markov_part(
@@ -134,20 +160,20 @@ def _markov_part(
     weights: Tensor,
     teacher: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """(weighted sum of the losses, hits) of some blocks."""
+    """(weighted sum of the losses, which drafts are the label [B, N]) of some blocks."""
     assert net.markov_head is not None
     bias = net.markov_head.bias(rows, previous, head.token_ids)
     active = weights > 0
-    logits = (F.linear(rows.to(head.weight.dtype), head.weight) + bias)[active].float()
-    wanted = labels[active]
-    losses = F.cross_entropy(logits, wanted, reduction="none")
+    all_logits = F.linear(rows.to(head.weight.dtype), head.weight) + bias
+    is_right = all_logits.detach().argmax(-1) == labels
+    logits = all_logits[active].float()
+    losses = F.cross_entropy(logits, labels[active], reduction="none")
     ce_share, kl_share = objective.shares
     if kl_share:
         assert teacher is not None, f"{objective.kind} needs a teacher"
         by_teacher = F.linear(teacher[active].to(head.weight.dtype), head.weight).float()
         losses = ce_share * losses + kl_share * _divergence(objective, logits, by_teacher)
-    hits = (logits.detach().argmax(-1) == wanted).sum()
-    return (losses * weights[active]).sum(), hits
+    return (losses * weights[active]).sum(), is_right
 
 
 def _divergence(objective: Objective, student: Tensor, teacher: Tensor) -> Tensor:

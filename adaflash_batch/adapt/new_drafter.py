@@ -49,10 +49,13 @@ def shape_like(config: Any) -> dict[str, Any]:
     }
 
 
-def member_fields(member: str, rank: int, hidden_size: int, vocab_size: int) -> dict[str, Any]:
+def member_fields(
+    member: str, rank: int, hidden_size: int, vocab_size: int, has_confidence: bool = False
+) -> dict[str, Any]:
     """The arguments of DrafterConfig that make it a member of the family."""
     if member == "dspark":
-        return {"from_anchor": True, "markov_rank": rank}
+        heads = ("enable_confidence_head", "confidence_head_with_markov")
+        return {"from_anchor": True, "markov_rank": rank, **dict.fromkeys(heads, has_confidence)}
     if member == "dflash2":
         return {
             "conv_kernel_size": _CONV_TAPS,

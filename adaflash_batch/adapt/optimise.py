@@ -101,8 +101,7 @@ class DrafterTrainer:
             return Update(loss, rate_of_hits, is_dropped=True)
         result.value.backward()  # type: ignore[no-untyped-call]
         self._collect_gradients()
-        norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), _CLIP)
-        is_sound = bool(norm.isfinite())
+        is_sound = self._clip_gradients()
         if is_sound:
             for group in self._optimiser.param_groups:
                 group["lr"] = rate
@@ -133,6 +132,18 @@ class DrafterTrainer:
         for master, working in pairs:
             master.grad = None if working.grad is None else working.grad.float()
             working.grad = None
+
+    def _clip_gradients(self) -> bool:
+        """Bound them; whether all are finite.
+
+        The confidence head's by themselves: they must not shorten the steps of what drafts.
+        """
+        apart = self.net.confidence_head
+        confidence = [] if apart is None else list(apart.parameters())
+        ids = {id(parameter) for parameter in confidence}
+        drafting = [p for p in self.net.parameters() if id(p) not in ids]
+        norms = [torch.nn.utils.clip_grad_norm_(each, _CLIP) for each in (drafting, confidence)]
+        return all(bool(norm.isfinite()) for norm in norms)
 
     def _spread_weights(self) -> None:
         if self.working is self.net:

@@ -280,7 +280,7 @@ class DFlash(nn.Module):
         return scaled if cap is None else cap * torch.tanh(scaled / cap)
 
     def confidence(self, rows: Tensor, previous: Tensor) -> Tensor:
-        """The confidence head's logits [B, N].
+        """The confidence head's logits [B, N]; gradients reach that head alone.
 
         Args:
             rows: [B, N, H], from `drafting_rows`.
@@ -290,7 +290,8 @@ class DFlash(nn.Module):
         if self.config.confidence_head_with_markov:
             assert self.markov_head is not None
             rows = torch.cat((rows, self.markov_head.markov_w1(previous)), dim=-1)
-        return cast(Tensor, self.confidence_head(rows))
+        # How sure the drafter is must not change what it drafts.
+        return cast(Tensor, self.confidence_head(rows.detach()))
 
     def _layers(self) -> Sequence[_Layer]:
         return cast(Sequence[_Layer], self.layers)

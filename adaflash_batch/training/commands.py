@@ -46,6 +46,7 @@ _HELP = {
     "features": "How many layers it reads, where they are not named.",
     "member": "dflash, dspark (Markov head) or dflash2 (convolution and selector).",
     "rank": "Of the Markov head or the selector.",
+    "confidence_head": "Train DSpark's confidence head too; it changes no draft.",
     "learning_rate": "Peak of the learning rate.",
     "warm_up": "Share of the training in which it rises.",
     "weight_decay": "Of the matrices.",

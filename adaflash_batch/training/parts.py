@@ -75,7 +75,13 @@ def drafter_config(plan: TrainingPlan, parts: TargetParts) -> DrafterConfig:
         mask = mask_token(parts.special_ids, parts.end_ids, shape["vocab_size"])
     return build_config(
         **shape,
-        **member_fields(plan.member, plan.rank, shape["hidden_size"], shape["vocab_size"]),
+        **member_fields(
+            plan.member,
+            plan.rank,
+            shape["hidden_size"],
+            shape["vocab_size"],
+            has_confidence=plan.confidence_head,
+        ),
         num_hidden_layers=plan.layers,
         block_size=plan.block_size,
         mask_token_id=mask,

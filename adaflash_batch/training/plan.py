@@ -44,6 +44,7 @@ class TrainingPlan:
         features: number of tapped layers where they are not named.
         member: one of MEMBERS.
         rank: of DSpark's Markov head or DFlash 2's selector.
+        confidence_head: train DSpark's guess at whether a draft is accepted too.
         objective: one of OBJECTIVES.
         gamma: decay of the position weights.
         draft_vocabulary: train on this many of the most frequent tokens; 0 on all.
@@ -77,6 +78,7 @@ class TrainingPlan:
     features: int = 5
     member: str = "dflash"
     rank: int = 64
+    confidence_head: bool = False
     learning_rate: float = 6e-4
     warm_up: float = 0.04
     weight_decay: float = 0.01
@@ -113,6 +115,8 @@ class TrainingPlan:
         yield "--steps", self.steps is None or self.steps >= self.rounds, "at least --rounds"
         yield "--epochs", self.epochs > 0, "above 0"
         yield "--member", self.member in MEMBERS, f"one of {', '.join(MEMBERS)}"
+        is_dspark = self.member == "dspark"
+        yield "--confidence-head", is_dspark or not self.confidence_head, "off but for dspark"
         yield "--objective", self.objective in OBJECTIVES, f"one of {', '.join(OBJECTIVES)}"
         yield "--block-size", self.block_size >= 2, "2 or more"
         yield "--gamma", self.gamma > 0, "above 0"

@@ -26,6 +26,8 @@ def describe(folder: Path) -> Iterator[str]:
     )
     if config.markov_rank:
         yield f"Markov head: {config.markov_head_type}, rank {config.markov_rank}"
+    if config.enable_confidence_head:
+        yield "confidence head: how likely each draft is accepted behind those before it"
     if config.conv_kernel_size:
         yield (
             f"convolution of {config.conv_kernel_size} taps, selector of rank "

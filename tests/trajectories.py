@@ -1,0 +1,40 @@
+"""Small random trajectories, and the blocks made of them."""
+
+from __future__ import annotations
+
+import torch
+from nets import TINY, random_drafter, random_rows
+from torch import Tensor
+
+from adaflash_batch.adapt.block_attention import forward_blocks
+from adaflash_batch.adapt.blocks import Blocks, pack_features, sample_blocks
+from adaflash_batch.drafter.config import DrafterConfig
+from adaflash_batch.exchange import Trajectory
+from adaflash_batch.request import RowKey
+
+
+def trajectory(row: int, length: int = 20, config: DrafterConfig = TINY) -> Trajectory:
+    generator = torch.Generator().manual_seed(row)
+    return Trajectory(
+        key=RowKey(0, row, 0),
+        token_ids=torch.randint(0, config.vocab_size, (length,), generator=generator),
+        prompt_length=5,
+        features=random_rows(length - 1, config.num_features, torch.float32, row),
+        last_hidden=random_rows(length - 5, config.hidden_size, torch.float32, row + 100),
+        first_hidden=4,
+    )
+
+
+TRAJECTORIES = [trajectory(row, 15 + row) for row in range(6)]
+TABLE = random_rows(TINY.vocab_size, TINY.hidden_size, torch.float32, 77)
+
+
+def blocks_of(config: DrafterConfig) -> tuple[Blocks, Tensor, Tensor]:
+    """(blocks, output of the net, teacher rows) of some trajectories, float64."""
+    chosen = [trajectory(row, 14 + row, config) for row in range(3)]
+    blocks = sample_blocks(chosen, config, 4.0, 20, torch.Generator().manual_seed(0))
+    net, features = random_drafter(config), pack_features(blocks, chosen).double()
+    embeddings = TABLE.double()[blocks.token_ids.flatten()]
+    hidden = forward_blocks(net, blocks, features, embeddings).detach()
+    teacher = torch.cat([t.last_hidden for t in chosen if t.last_hidden is not None]).double()
+    return blocks, hidden, teacher
