@@ -238,10 +238,10 @@ train(plan)
 """
 
 
-def killed_when(found: Sequence[Path], arguments: list[str]) -> None:
+def killed_when(found: Sequence[Path], arguments: list[str], program: str = _PROGRAM) -> None:
     """Start the training in a process of its own; SIGKILL it when one of these paths is there."""
-    program = [sys.executable, "-c", _PROGRAM, str(Path(__file__).parent), *arguments]
-    with subprocess.Popen(program, stderr=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", program, str(Path(__file__).parent), *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
         while not any(path.exists() for path in found):
             if process.poll() is not None:
                 assert process.stderr is not None
@@ -343,6 +343,10 @@ def test_the_command_line(
         *("--kv-memory", "4MiB", "--dtype", "float32", "--max-new-tokens", "12", "--layers", "1"),
         *("--concurrency", "8", "--threads", "1", "--lr", "0.01", "--block-size", "5"),
     ]
+    code, printed, told = call(capfd, *arguments, "--decode-only")
+    assert code == 0, told
+    assert json.loads(printed)["tokens"] >= 300
+    assert not out.exists()
     code, printed, told = call(capfd, *arguments)
     assert code == 0, told
     assert json.loads(printed)["updates"] == 6

@@ -13,6 +13,7 @@ from test_drafter_commands import (
     LETTERS,
     alphabet_model_folder,
     assert_same_weights,
+    killed_when,
     plan_of,
     train,
 )
@@ -96,7 +97,10 @@ def test_a_store_that_lacks_a_layer_is_refused_naming_both(
     with pytest.raises(ConfigError, match=r"store holds target layers 1, wanted are 0, 1"):
         train(plan_of(model, prompts, tmp_path / "two", steps=1, trajectories=store))
     assert chunks(store) == made
+    with pytest.raises(ConfigError, match="target_layer_ids"):
+        train(plan_of(model, prompts, tmp_path / "x", target_layers=(2,), trajectories=store / "x"))
     # What was refused has taken no folder.
+    train(plan_of(model, prompts, tmp_path / "x1", steps=1, trajectories=store / "x"))
     train(plan_of(model, prompts, tmp_path / "two", steps=1))
 
 
@@ -161,3 +165,48 @@ def test_texts_of_which_some_were_dropped_are_not_shared(
     assert not (store / "train" / "chunk-000000").exists()
     with pytest.raises(ConfigError, match="has dropped its oldest texts"):
         train(plan_of(model, prompts, tmp_path / "other", steps=4, trajectories=store))
+
+
+_PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from test_drafter_commands import plan_of, train
+model, prompts, out, store = map(Path, sys.argv[2:])
+train(plan_of(model, prompts, out, tokens=2500, trajectories=store, decode_only=True))
+"""
+
+
+def test_texts_are_decoded_ahead_of_trainings(tmp_path: Path, model: Path, prompts: Path) -> None:
+    """Also by a process that is killed on the way, and without a folder for a drafter."""
+    out, store = tmp_path / "out", tmp_path / "store"
+    arguments = [str(path) for path in (model, prompts, out, store)]
+    killed_when([store / "train" / "chunk-000001"], arguments, _PROGRAM)
+    plan = plan_of(model, prompts, out, tokens=2500, trajectories=store, decode_only=True)
+    summary, _ = train(plan)
+    assert summary["trajectories"] == str(store)
+    assert summary["tokens"] >= 2500
+    assert 0 < summary["texts"] <= summary["tokens"] / 2
+    assert (summary["held_out_texts"], summary["target_layers"]) == (10, [0, 1])
+    assert summary.pop("seconds") > 0
+    made = chunks(store)
+    again, _ = train(plan)
+    assert again.pop("seconds") == 0
+    assert again == summary
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["store"]
+    trained = {"tokens": 2500, "steps": 6}
+    train(plan_of(model, prompts, out, trajectories=store, **trained))
+    assert chunks(store) == made
+    train(plan_of(model, prompts, tmp_path / "alone", **trained))
+    assert_same_weights(tmp_path / "alone", out)
+
+
+def test_texts_decoded_ahead_are_not_dropped(tmp_path: Path, model: Path, prompts: Path) -> None:
+    """Rounds that would have read them are yet to come."""
+    rounds = {"tokens": 3000, "steps": 4, "rounds": 4, "concurrency": 4}
+    plan = plan_of(model, prompts, tmp_path / "out", decode_only=True, disk_bytes=240_000, **rounds)
+    with pytest.raises(ConfigError, match="take more than --disk allows"):
+        train(plan)
+    train(plan_of(model, prompts, tmp_path / "out", disk_bytes=240_000, **rounds))
+    train(plan_of(model, prompts, tmp_path / "alone", disk_bytes=240_000, **rounds))
+    assert_same_weights(tmp_path / "alone", tmp_path / "out")

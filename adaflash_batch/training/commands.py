@@ -32,6 +32,7 @@ _HELP = {
     "prompts": "Parquet file, directory or glob of prompts.",
     "out": "Folder of the finished drafter; the work lies beside it, in OUT.training.",
     "trajectories": "Folder of decoded texts, to share between trainings.",
+    "decode_only": "Decode the texts and stop; OUT is not made.",
     "prompt_column": "Column of prompts as text.",
     "messages_column": "Column of prompts as conversations.",
     "tokens": "Tokens to decode.",

@@ -13,7 +13,10 @@ MEMBERS = ("dflash", "dspark", "dflash2")
 OBJECTIVES = ("ce", "forward_kl", "opd")
 
 # These change nothing about the weights.
-_SPEED = ("out", "trajectories", "threads", "save_every", "evaluate_every", "kv_bytes")
+_SPEED = (
+    *("out", "trajectories", "decode_only", "threads", "save_every", "evaluate_every"),
+    "kv_bytes",
+)
 # These decide the stored texts, with the prompts and the model; more --tokens only add to them.
 # What decides how they are stored, the store itself remembers (claims.StoreSettings).
 _STORED = (
@@ -32,6 +35,7 @@ class TrainingPlan:
         out: folder of the finished checkpoint; the work lies beside it.
         trajectories: folder of decoded trajectories, shared between trainings, which drops none;
             None: with the work, where `disk_bytes` may drop the oldest.
+        decode_only: fill that folder and stop, for trainings that follow.
         tokens: how many to decode, over all rounds.
         rounds: decoding and training take turns so often.
         steps: updates over all rounds; None takes `epochs`.
@@ -64,6 +68,7 @@ class TrainingPlan:
     prompts: tuple[str, ...]
     out: Path
     trajectories: Path | None = None
+    decode_only: bool = False
     prompt_column: str | None = None
     messages_column: str | None = None
     tokens: int = 1_000_000
@@ -139,8 +144,8 @@ class TrainingPlan:
 
     @property
     def may_drop(self) -> bool:
-        """Whether a full disk drops the oldest texts. Others may still read what is shared."""
-        return self.trajectories is None
+        """Whether a full disk drops the oldest texts: not those that another run is to read."""
+        return self.trajectories is None and not self.decode_only
 
     def facts(self) -> dict[str, object]:
         """What decides the weights, by option, for the resuming of a training.

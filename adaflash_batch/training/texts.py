@@ -12,9 +12,9 @@ from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.report.live import duration
 from adaflash_batch.text import TextCodec
-from adaflash_batch.training.claims import StoreSettings
+from adaflash_batch.training.claims import StoreSettings, claim_store, locked
 from adaflash_batch.training.decoding import DecodingCounts, TrajectoryDecoder, sampled_sampling
-from adaflash_batch.training.parts import TargetParts
+from adaflash_batch.training.parts import TargetParts, drafter_config
 from adaflash_batch.training.sources import Sources
 from adaflash_batch.training.ticker import Ticker
 
@@ -47,6 +47,7 @@ class Texts:
     ) -> None:
         self._plan, self._files, self._model = sources.plan, sources.files, sources.model
         self._settings, self._ticker, self._notify = settings, ticker, notify
+        self._stored_facts = sources.stored_facts()
         self._taps = Taps(settings.layers, sources.layers)
         self.counts = DecodingCounts()
         decoder, codec = self._load()
@@ -57,8 +58,12 @@ class Texts:
         self.held_out: list[StoredTrajectory] = []
 
     def begin(self) -> None:
-        """Decode the held-out texts, unless they are there. Raises AdaflashError as `decode`."""
+        """Claim the store and decode the held-out texts, unless they are there.
+
+        Raises AdaflashError as `decode` does.
+        """
         self._check_whole()
+        claim_store(self._plan.store, self._stored_facts, self._settings)
         # They are never dropped for the others' sake. Both bounds together are --disk.
         held_out = self._store("held-out", self._plan.disk_bytes)
         self._decoder().fill_held_out(held_out, self._plan.max_held_out)
@@ -71,6 +76,11 @@ class Texts:
     def tokens(self) -> int:
         """Generated tokens decoded so far to train on, by whomever."""
         return self._train.progress[1]
+
+    @property
+    def count(self) -> int:
+        """How many there are to train on."""
+        return len(self._train.entries())
 
     def decode(self, tokens: int) -> float:
         """Bring the store to so many generated tokens, and let go of the model.
@@ -158,3 +168,30 @@ class Texts:
             return f"decoding: {done}/{wanted} tokens · {rate:.0f} tok/s · ETA {left}"
 
         self._ticker.say(line)
+
+
+def decode_texts(sources: Sources, notify: Callable[[str], None]) -> dict[str, object]:
+    """Fill the store of a plan for trainings that follow, or what is left of it.
+
+    Returns:
+        `trajectories` (its folder), and of all that it holds `tokens`, `texts`, `held_out_texts`
+        and `target_layers`; `seconds` that this run decoded.
+
+    Raises:
+        AdaflashError: as a training with the same plan would; what was decoded stays.
+    """
+    store, tokens = sources.plan.store, sources.plan.tokens
+    with locked(store):
+        settings = sources.store_settings(notify)
+        texts = Texts(sources, settings, Ticker(notify), notify)
+        drafter_config(sources.plan, texts.parts)  # what no drafter can read is not worth decoding
+        texts.begin()
+        texts.decode(tokens)
+        return {
+            "trajectories": str(store),
+            "tokens": texts.tokens,
+            "texts": texts.count,
+            "held_out_texts": len(texts.held_out),
+            "target_layers": list(settings.layers),
+            "seconds": round(texts.counts.seconds, 3),
+        }

@@ -27,21 +27,20 @@ from adaflash_batch.training.card import card, results
 from adaflash_batch.training.claims import (
     StoreSettings,
     claim,
-    claim_store,
     is_made_from,
     locked,
 )
 from adaflash_batch.training.parts import new_net
 from adaflash_batch.training.plan import TrainingPlan
 from adaflash_batch.training.sources import Sources
-from adaflash_batch.training.texts import Texts
+from adaflash_batch.training.texts import Texts, decode_texts
 from adaflash_batch.training.ticker import Ticker
 
 Notify = Callable[[str], None]
 
 
 def train_drafter(plan: TrainingPlan, *, command: str, notify: Notify) -> dict[str, object]:
-    """Train what the plan says, or what is left of it; returns the summary.
+    """Train what the plan says, or what is left of it; returns the summary. Or only decode.
 
     Args:
         plan: see TrainingPlan.
@@ -52,12 +51,13 @@ def train_drafter(plan: TrainingPlan, *, command: str, notify: Notify) -> dict[s
         AdaflashError: it cannot begin or go on; what was done stays for the next run.
     """
     sources = Sources.of(plan, notify)
+    if plan.decode_only:
+        return decode_texts(sources, notify)
     if plan.out.exists():
         return _already(plan, sources.facts(sources.store_settings(notify)), notify)
     with locked(plan.work), locked(plan.store):
         settings = sources.store_settings(notify)
         claim(plan.work / "training.json", sources.facts(settings))
-        claim_store(plan.store, sources.stored_facts(), settings)
         return _Training(sources, settings, command, notify).run()
 
 
