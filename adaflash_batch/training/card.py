@@ -75,6 +75,7 @@ def card(
         "",
         f"    {command}",
         "",
+        *_beginning(summary["began_from"], config),
         f"- Data: {summary['tokens']} tokens that the model wrote itself, "
         f"{100 * (1 - plan.sampled_share):.0f}% of the prompts greedily.",
         f"- Training: {summary['updates']} updates of {plan.batch} x {plan.anchors} blocks, "
@@ -90,6 +91,18 @@ def card(
         *(table(summary["held_out"]) if summary["held_out"] else ["None were held out."]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _beginning(origin: Mapping[str, Any] | None, config: DrafterConfig) -> list[str]:
+    if origin is None:
+        return []
+    updates, member = origin["updates"], origin["member"]
+    before = "" if updates is None else f", itself trained for {updates} updates"
+    grown = "" if member == config.member else f"; {config.member}'s parts are new"
+    return [
+        f"- Began from: the {member} drafter in {origin['folder']} (sha256 "
+        f"{origin['identity'][:16]}){before}{grown}. What follows is of this training alone."
+    ]
 
 
 def machine() -> str:

@@ -32,6 +32,7 @@ _HELP = {
     "prompts": "Parquet file, directory or glob of prompts.",
     "out": "Folder of the finished drafter; the work lies beside it, in OUT.training.",
     "trajectories": "Folder of decoded texts, to share between trainings.",
+    "begin_from": "Folder of a drafter to train on; what it is and is not given here stays.",
     "decode_only": "Decode the texts and stop; OUT is not made.",
     "prompt_column": "Column of prompts as text.",
     "messages_column": "Column of prompts as conversations.",
@@ -70,7 +71,10 @@ _HELP = {
     "save_every": "Seconds between checkpoints of the training.",
     "evaluate_every": "Updates between looks at the held-out prompts; 0 only at the end.",
 }
-_FLAGS = {"learning_rate": "--lr", "kv_bytes": "--kv-memory", "disk_bytes": "--disk"}
+_FLAGS = {
+    **{"learning_rate": "--lr", "kv_bytes": "--kv-memory", "disk_bytes": "--disk"},
+    "begin_from": "--from",
+}
 _AS_TEXT = {"kv_bytes": "SIZE", "disk_bytes": "SIZE", "target_layers": "ID,ID"}
 
 
@@ -86,9 +90,17 @@ def train(**given: Any) -> None:
             values[name] = _bytes(_flag(name), values[name])
     if "target_layers" in values:
         values["target_layers"] = _layer_ids(values["target_layers"])
-    plan = TrainingPlan(**values)
+    plan = _plan(values)
     command = shlex.join(["adaflash-batch", *sys.argv[1:]])
     _finish(lambda: _train(plan, command))
+
+
+def _plan(values: dict[str, Any]) -> TrainingPlan:
+    if "begin_from" not in values:
+        return TrainingPlan(**values)
+    from adaflash_batch.training.beginning import plan_from
+
+    return plan_from(values)
 
 
 def _train(plan: TrainingPlan, command: str) -> dict[str, object]:

@@ -19,11 +19,13 @@ from adaflash_batch.adapt.new_drafter import (
     member_fields,
     shape_like,
 )
+from adaflash_batch.drafter.checkpoint import TargetFacts
 from adaflash_batch.drafter.config import DrafterConfig, build_target_layer_ids
 from adaflash_batch.drafter.model import DFlash, initialise
 from adaflash_batch.engine.target import Target
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.text import TextCodec
+from adaflash_batch.training.beginning import begun_net
 from adaflash_batch.training.plan import TrainingPlan
 
 
@@ -92,7 +94,12 @@ def drafter_config(plan: TrainingPlan, parts: TargetParts) -> DrafterConfig:
 def new_net(
     plan: TrainingPlan, parts: TargetParts, model: Path, notify: Callable[[str], None]
 ) -> DFlash:
-    """The drafter before its first update."""
+    """The drafter before its first update. Raises ConfigError for one that does not fit."""
+    if plan.begin_from is not None:
+        shape = shape_like(parts.config)
+        sizes = shape["vocab_size"], shape["hidden_size"], shape["num_target_layers"]
+        digest = models.tokenizer_digest(model)
+        return begun_net(plan, plan.begin_from, TargetFacts(*sizes, plan.model, digest))
     config = drafter_config(plan, parts)
     net = initialise(config, torch.Generator().manual_seed(plan.seed))
     if plan.init_from_target:

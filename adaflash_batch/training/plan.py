@@ -35,6 +35,9 @@ class TrainingPlan:
         out: folder of the finished checkpoint; the work lies beside it.
         trajectories: folder of decoded trajectories, shared between trainings, which drops none;
             None: with the work, where `disk_bytes` may drop the oldest.
+        begin_from: folder of a drafter whose weights and draft vocabulary are the first ones. The
+            fields of its shape must be its own (see beginning.plan_from), but that a DFlash drafter
+            may become "dflash2". None begins from nothing.
         decode_only: fill that folder and stop, for trainings that follow.
         tokens: how many to decode, over all rounds.
         rounds: decoding and training take turns so often.
@@ -68,6 +71,7 @@ class TrainingPlan:
     prompts: tuple[str, ...]
     out: Path
     trajectories: Path | None = None
+    begin_from: Path | None = None
     decode_only: bool = False
     prompt_column: str | None = None
     messages_column: str | None = None
@@ -130,6 +134,8 @@ class TrainingPlan:
         yield "--sampled-share", 0 <= self.sampled_share <= 1, "between 0 and 1"
         yield "--held-out", 0 <= self.held_out < 1, "at least 0 and below 1"
         yield "--draft-vocabulary", self.draft_vocabulary >= 0, "0 (all tokens) or more"
+        is_new = self.begin_from is None
+        yield "--init-from-target", is_new or not self.init_from_target, "off with --from"
         yield "--compute", self.compute in ("float32", "bfloat16"), "float32 or bfloat16"
 
     @property

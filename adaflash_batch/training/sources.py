@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adaflash_batch import models
+from adaflash_batch.training.beginning import origin_of
 from adaflash_batch.training.claims import StoreSettings, settings_of
 from adaflash_batch.training.parts import count_layers, tapped_layers
 from adaflash_batch.training.plan import TrainingPlan
@@ -15,7 +16,7 @@ from adaflash_batch.training.prompts import PromptFiles
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Prompts and target of a plan, found but not loaded.
+    """Prompts, target, and the drafter to begin from, found but not loaded.
 
     Attributes:
         files: the prompts.
@@ -23,6 +24,7 @@ class Sources:
         num_layers: of the target.
         layers: of the target that the drafter reads.
         digests: of prompts and target.
+        origin: what to say of the drafter that it begins from, see `origin_of`.
     """
 
     plan: TrainingPlan
@@ -31,10 +33,12 @@ class Sources:
     num_layers: int
     layers: tuple[int, ...]
     digests: dict[str, object]
+    origin: dict[str, object] | None
 
     @staticmethod
     def of(plan: TrainingPlan, notify: Callable[[str], None]) -> Sources:
         """Find them. Raises AdaflashError for what cannot be found or read."""
+        origin = origin_of(plan)
         files = PromptFiles.open(
             plan.prompts,
             plan.prompt_column,
@@ -47,11 +51,13 @@ class Sources:
         digests: dict[str, object] = {"model": models.model_identity(model)}
         digests["prompts"] = files.digests()
         layers = tapped_layers(plan, num_layers)
-        return Sources(plan, files, model, num_layers, layers, digests)
+        return Sources(plan, files, model, num_layers, layers, digests, origin)
 
     def facts(self, settings: StoreSettings) -> dict[str, object]:
         """What decides the weights, with a store of these settings."""
-        return self.plan.facts() | self.digests | {"concurrency": settings.concurrency}
+        own: dict[str, object] = {"concurrency": settings.concurrency}
+        own["begin_from"] = self.origin and self.origin["identity"]
+        return self.plan.facts() | self.digests | own
 
     def stored_facts(self) -> dict[str, object]:
         """What decides the texts."""

@@ -21,7 +21,7 @@ from adaflash_batch.adapt.pretrain import Evaluator, Pretraining, Rounds, Traini
 from adaflash_batch.adapt.training_state import Cursor, load_state
 from adaflash_batch.adapt.trajectory_store import StoredTrajectory
 from adaflash_batch.drafter import checkpoint
-from adaflash_batch.drafter.vocabulary import VOCABULARY
+from adaflash_batch.drafter.vocabulary import VOCABULARY, load_vocabulary
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.training.card import card, results
 from adaflash_batch.training.claims import (
@@ -72,7 +72,7 @@ class _Training:
         notify: Notify,
     ) -> None:
         self._plan, self._command, self._notify = sources.plan, command, notify
-        self._facts = sources.facts(settings)
+        self._facts, self._origin = sources.facts(settings), sources.origin
         self._ticker = Ticker(notify)
         self._digest = models.tokenizer_digest(sources.model)
         self._texts = Texts(sources, settings, self._ticker, notify)
@@ -141,20 +141,32 @@ class _Training:
         return Head.restricted(self._parts.head, tokens.to(self._parts.head.device))
 
     def _vocabulary(self) -> Tensor | None:
-        """The draft vocabulary of the first round's texts, kept for all rounds; None for all."""
+        """The draft vocabulary, kept for all rounds; None for all tokens.
+
+        That of the drafter that it begins from, else that of the first round's texts.
+        """
         plan, path = self._plan, self._plan.work / VOCABULARY
         if not plan.draft_vocabulary:
             return None
         if not path.exists():
-            entries = self._texts.entries(plan.tokens // plan.rounds)
-            texts = (entry.read_tokens() for entry in entries)
-            size = len(self._parts.head)
-            tokens = frequent_tokens(texts, size, plan.draft_vocabulary, self._parts.end_ids)
+            tokens = self._inherited_vocabulary()
+            if tokens is None:
+                tokens = self._frequent_tokens()
             scratch = path.with_suffix(".partial")
             scratch.write_bytes(to_bytes({"token_ids": tokens}))
             scratch.rename(path)
         loaded: Tensor = load_file(path)["token_ids"]
         return loaded
+
+    def _inherited_vocabulary(self) -> Tensor | None:
+        folder = self._plan.begin_from
+        return None if folder is None else load_vocabulary(folder, self._net.config)
+
+    def _frequent_tokens(self) -> Tensor:
+        plan, parts = self._plan, self._parts
+        entries = self._texts.entries(plan.tokens // plan.rounds)
+        texts = (entry.read_tokens() for entry in entries)
+        return frequent_tokens(texts, len(parts.head), plan.draft_vocabulary, parts.end_ids)
 
     def _publish(self, pretraining: Pretraining) -> dict[str, object]:
         plan, cursor = self._plan, pretraining.cursor
@@ -174,6 +186,7 @@ class _Training:
             "dropped_updates": cursor.num_dropped,
             "decoding_hours": round(cursor.decoding_s / 3600, 3),
             "training_hours": round(cursor.training_s / 3600, 3),
+            "began_from": self._origin,
             "parameters": sum(p.numel() for p in saved.parameters()),
             "held_out": results(domains),
         }
