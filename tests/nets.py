@@ -68,6 +68,7 @@ DFLASH2 = dataclasses.replace(
     final_logit_softcapping=9.0,
     input_embedding_scale=1.7,
 )
+PROJECTED = dataclasses.replace(TINY, has_input_projection=True)
 CAUSAL = dataclasses.replace(
     DFLASH2,
     layer_types=("sliding_attention", "full_attention"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets import CAUSAL, DFLASH2, DSPARK, TINY, WINDOWED, random_drafter, random_rows
+from nets import CAUSAL, DFLASH2, DSPARK, PROJECTED, TINY, WINDOWED, random_drafter, random_rows
 from torch import Tensor
 
 from adaflash_batch.adapt import block_attention
@@ -33,6 +33,7 @@ MEMBERS = {
     "dspark": DSPARK,
     "dflash2": DFLASH2,
     "causal": CAUSAL,
+    "projected": PROJECTED,
 }
 
 
@@ -208,7 +209,11 @@ def reference_blocks(net: DFlash, blocks: Blocks, trajectories: Sequence[Finishe
     for span in blocks.spans:
         for block in range(span.blocks.start, span.blocks.stop):
             seen = trajectories[span.trajectory].features[: int(blocks.anchors[block])]
-            outputs.append(reference_block(net, net.context(seen), rows[block]))
+            state = seen.new_zeros(1, net.config.hidden_size)
+            if len(seen):
+                state = seen[-1:, -net.config.hidden_size :]
+            own = net.rows(rows[block], state)
+            outputs.append(reference_block(net, net.context(seen), own))
     return torch.cat(outputs)
 
 
@@ -230,7 +235,8 @@ def test_training_forward_equals_the_reference_block_by_block(
     expected = reference_blocks(net, blocks, trajectories)
     torch.testing.assert_close(output, expected, atol=1e-11, rtol=1e-11)
     toward = random_rows(len(output), config.hidden_size, torch.float64, 8)
-    parameters = [p for name, p in net.named_parameters() if "layers" in name or "fc" in name]
+    kinds = ("layers", "fc", "input_projection")
+    parameters = [p for name, p in net.named_parameters() if name.startswith(kinds)]
     ours, theirs = (
         torch.autograd.grad((y * toward).sum(), [*parameters, *inputs], allow_unused=True)
         for y in (output, expected)

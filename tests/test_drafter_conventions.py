@@ -66,6 +66,7 @@ DFLASH2 = dataclasses.replace(
     selector_top_k=16,
     output_multiplier=0.01,
 )
+PROJECTED = dataclasses.replace(DFLASH, has_input_projection=True)
 FACTS = TargetFacts(vocab_size=V, hidden_size=H, num_hidden_layers=3, name="cycle")
 
 Tensors = dict[str, Tensor]
@@ -152,7 +153,8 @@ def block(net: DFlash, anchors: Tensor, length: int) -> Tensor:
     ids = torch.full((count, config.block_size), MASK)
     ids[:, 0] = anchors
     positions = (length + torch.arange(config.block_size)).repeat(count)
-    return net.block(torch.eye(V)[ids.flatten()], *net.rotary(positions), attend)
+    rows = net.rows(torch.eye(V)[ids.flatten()], torch.eye(V)[before[:, -1]])
+    return net.block(rows, *net.rotary(positions), attend)
 
 
 def acceptance(folder: Path, target: Target) -> float:
@@ -186,7 +188,9 @@ def rewrite(
 
 
 MEMBERS = pytest.mark.parametrize(
-    "config", [DFLASH, DSPARK, MARKOV, DFLASH2], ids=["dflash", "dspark", "markov", "dflash2"]
+    "config",
+    [DFLASH, DSPARK, MARKOV, DFLASH2, PROJECTED],
+    ids=["dflash", "dspark", "markov", "dflash2", "projected"],
 )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nets import DFLASH2, DSPARK, TINY, random_drafter, random_rows
+from nets import DFLASH2, DSPARK, PROJECTED, TINY, random_drafter, random_rows
 from torch import Tensor
 from trajectories import TABLE, TRAJECTORIES, blocks_of, trajectory
 
@@ -20,6 +20,7 @@ from adaflash_batch.adapt.losses import Head, Objective, draft_loss
 from adaflash_batch.adapt.member_losses import member_loss, predecessors
 from adaflash_batch.adapt.new_drafter import copy_target_layers, frequent_tokens
 from adaflash_batch.adapt.optimise import DrafterTrainer, learning_rate
+from adaflash_batch.adapt.optimiser import Optimiser, OptimiserKind
 from adaflash_batch.adapt.pretrain import Rounds
 from adaflash_batch.adapt.training_state import Cursor, load_state, save_state
 from adaflash_batch.adapt.trajectory_store import TrajectoryStore
@@ -32,6 +33,7 @@ MARKOV = dataclasses.replace(
     DSPARK, enable_confidence_head=False, confidence_head_with_markov=False
 )
 MEMBERS = {"dflash": TINY, "dspark": MARKOV, "dspark and confidence": DSPARK, "dflash2": DFLASH2}
+MEMBERS["projected"] = PROJECTED
 PLENTY = 2**30
 
 
@@ -104,6 +106,7 @@ def trainer(
     kind: str = "ce",
     compute: torch.dtype = torch.float32,
     head: Head | None = None,
+    optimiser: OptimiserKind = "adamw",
 ) -> DrafterTrainer:
     return DrafterTrainer(
         initialise(config, torch.Generator().manual_seed(0)),
@@ -114,6 +117,7 @@ def trainer(
         anchors=6,
         weight_decay=0.01,
         compute=compute,
+        optimiser=optimiser,
     )
 
 
@@ -144,10 +148,12 @@ def test_every_member_learns_by_every_objective(
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
 def test_a_restored_trainer_goes_on_to_the_same_weights(
-    tmp_path: Path, compute: torch.dtype
+    tmp_path: Path, compute: torch.dtype, optimiser: OptimiserKind
 ) -> None:
-    whole, first, second = (trainer(compute=compute) for _ in range(3))
+    kinds = {"compute": compute, "optimiser": optimiser}
+    whole, first, second = (trainer(DSPARK, **kinds) for _ in range(3))  # type: ignore[arg-type]
     run(whole, range(9))
     run(first, range(5))
     save_state(tmp_path, first.state(), Cursor(step=5, history=[(5, 1.5, 1.25)]))
@@ -158,6 +164,29 @@ def test_a_restored_trainer_goes_on_to_the_same_weights(
     run(second, range(5, 9))
     for ours, theirs in zip(second.net.parameters(), whole.net.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_muon_moves_the_projections_by_their_size_alone() -> None:
+    """Whatever the gradient's scale, a step is near orthogonal, of AdamW's usual size."""
+    steps = []
+    for scale in (2.0**-10, 2.0**10):
+        net = initialise(DFLASH2, torch.Generator().manual_seed(0))
+        before = {name: p.detach().clone() for name, p in net.named_parameters()}
+        for name, parameter in net.named_parameters():
+            parameter.grad = scale * random_rows(
+                parameter.numel(), 1, torch.float32, len(name)
+            ).view_as(parameter)
+        Optimiser(net, kind="muon", weight_decay=0.0).step(0.01)
+        steps.append({name: (p - before[name]) / 0.01 for name, p in net.named_parameters()})
+    for name in ("fc.weight", "layers.1.mlp.down_proj.weight"):
+        torch.testing.assert_close(steps[0][name], steps[1][name], atol=1e-2, rtol=1e-2)
+        scale = 0.2 * max(steps[0][name].shape) ** 0.5
+        values = torch.linalg.svdvals(steps[0][name] / scale)
+        assert values.min() > 0.3
+        assert values.max() < 1.5
+    # The rest is AdamW's, whose first step is the sign of the gradient.
+    for name in ("candidate_selector.predecessor_codebook", "layers.0.mlp_conv.base_kernel"):
+        assert steps[1][name].abs().allclose(torch.ones_like(steps[1][name]), atol=1e-3)
 
 
 def test_an_update_that_is_not_finite_is_dropped() -> None:

@@ -36,7 +36,16 @@ def forward_blocks(net: DFlash, blocks: Blocks, features: Tensor, embeddings: Te
         window, causal = config.windows[layer], config.causal[layer]
         return training_attention(blocks, q, k, v, context_k, context_v, window, causal)
 
-    return net.block(embeddings, *net.rotary(blocks.positions.flatten()), attend)
+    rows = net.rows(embeddings, _states(blocks, features, config.hidden_size))
+    return net.block(rows, *net.rotary(blocks.positions.flatten()), attend)
+
+
+def _states(blocks: Blocks, features: Tensor, hidden_size: int) -> Tensor:
+    """[B, H], the last tapped state of the token before each anchor; 0 before the first token."""
+    before = [span.context.start + blocks.anchors[span.blocks] - 1 for span in blocks.spans]
+    rows = torch.cat([blocks.anchors[:0], *before]).clamp(min=0)
+    states = features[rows, -hidden_size:]
+    return states.masked_fill((blocks.anchors == 0).unsqueeze(-1), 0.0)
 
 
 def training_attention(

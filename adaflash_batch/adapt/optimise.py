@@ -1,4 +1,4 @@
-"""One update of a drafter: blocks, loss, gradient, AdamW on float32 master weights."""
+"""One update of a drafter: blocks, loss, gradient, a step on float32 master weights."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from adaflash_batch.adapt.block_attention import forward_blocks
 from adaflash_batch.adapt.blocks import pack_features, pack_teacher, sample_blocks
 from adaflash_batch.adapt.losses import Head, Objective
 from adaflash_batch.adapt.member_losses import MemberLoss, member_loss
+from adaflash_batch.adapt.optimiser import Optimiser, OptimiserKind
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.exchange import Trajectory
 
 _CLIP = 1.0
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class DrafterTrainer:
         objective: the loss.
         gamma: decay of the position weights.
         anchors: blocks of each trajectory in an update.
-        weight_decay: of matrices; norms and biases have none.
+        optimiser, weight_decay: see Optimiser.
         compute: dtype of forward and backward.
     """
 
@@ -62,6 +62,7 @@ class DrafterTrainer:
         anchors: int,
         weight_decay: float,
         compute: torch.dtype,
+        optimiser: OptimiserKind = "adamw",
     ) -> None:
         self.net = net
         # The weights that the next update sees, in the dtype of forward and backward.
@@ -69,15 +70,7 @@ class DrafterTrainer:
         self._embedding = embedding.to(compute)
         self._head = dataclasses.replace(head, weight=head.weight.to(compute))
         self._objective, self._gamma, self._anchors = objective, gamma, anchors
-        named = dict(net.named_parameters())
-        matrices = [p for p in named.values() if p.dim() > 1]
-        others = [p for p in named.values() if p.dim() <= 1]
-        self._optimiser = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": weight_decay},
-                {"params": others, "weight_decay": 0.0},
-            ]
-        )
+        self._optimiser = Optimiser(net, kind=optimiser, weight_decay=weight_decay)
 
     @property
     def needs_teacher(self) -> bool:
@@ -87,7 +80,7 @@ class DrafterTrainer:
     def update(
         self, trajectories: Sequence[Trajectory], generator: torch.Generator, rate: float
     ) -> Update:
-        """One step of AdamW.
+        """One step of the optimiser.
 
         Args:
             trajectories: whose blocks are trained on.
@@ -103,9 +96,7 @@ class DrafterTrainer:
         self._collect_gradients()
         is_sound = self._clip_gradients()
         if is_sound:
-            for group in self._optimiser.param_groups:
-                group["lr"] = rate
-            self._optimiser.step()
+            self._optimiser.step(rate)
             self._spread_weights()
         self._optimiser.zero_grad()
         return Update(loss, rate_of_hits, is_dropped=not is_sound)
@@ -154,22 +145,16 @@ class DrafterTrainer:
                 working.copy_(master)
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and moments, by name."""
-        tensors = {f"weight.{n}": p.detach() for n, p in self.net.named_parameters()}
-        for name, parameter in self.net.named_parameters():
-            for moment, value in self._optimiser.state.get(parameter, {}).items():
-                tensors[f"{moment}.{name}"] = value
-        return tensors
+        """Weights and what the optimiser remembers, by name."""
+        weights = {f"weight.{n}": p.detach() for n, p in self.net.named_parameters()}
+        return weights | self._optimiser.state()
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from a `state`."""
         for name, parameter in self.net.named_parameters():
             parameter.copy_(tensors[f"weight.{name}"])
-            if f"step.{name}" in tensors:
-                kinds = ("step", *_MOMENTS)
-                moments = {kind: tensors[f"{kind}.{name}"].clone() for kind in kinds}
-                self._optimiser.state[parameter] = moments
+        self._optimiser.restore(tensors)
         self._spread_weights()
 
 

@@ -51,6 +51,7 @@ class DrafterConfig:
         final_logit_softcapping: logits become cap * tanh(logits / cap); None is off.
         input_embedding_scale: factor of the target's embedding rows.
         has_causal_windows: whether rows of sliding layers see no later row of their block.
+        has_input_projection: whether input_projection.py is part of it; no published drafter's.
     """
 
     hidden_size: int
@@ -83,6 +84,7 @@ class DrafterConfig:
     final_logit_softcapping: float | None = None
     input_embedding_scale: float = 1.0
     has_causal_windows: bool = False
+    has_input_projection: bool = False
 
     def __post_init__(self) -> None:
         if not self.layer_types:

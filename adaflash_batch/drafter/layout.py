@@ -50,6 +50,8 @@ def parse(fields: Fields, num_target_layers: int) -> DrafterConfig:
             shape[name] = fields.integer(name)
     if SLIDING in layer_types and fields.get("is_causal") is None:
         shape["has_causal_windows"] = True
+    if fields.get("input_projection") is not None:
+        shape["has_input_projection"] = fields.boolean("input_projection")
     try:
         return DrafterConfig(
             **shape,

@@ -144,6 +144,8 @@ def write(config: DrafterConfig) -> dict[str, Any]:
     ):
         if getattr(config, name) != usual:
             own[name] = getattr(config, name)
+    if config.has_input_projection:
+        own["input_projection"] = True
     return {**top, "dflash_config": own}
 
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from adaflash_batch.drafter.config import DrafterConfig, build_target_layer_ids
 from adaflash_batch.drafter.convolution import BlockConvolution
+from adaflash_batch.drafter.input_projection import InputProjection
 from adaflash_batch.drafter.markov import ConfidenceHead, MarkovHead
 from adaflash_batch.drafter.selector import CandidateSelector, best_candidates
 
@@ -193,6 +194,7 @@ class DFlash(nn.Module):
         self.markov_head = _markov_head(config)
         self.confidence_head = _confidence_head(config)
         self.candidate_selector = _candidate_selector(config)
+        self.input_projection = _input_projection(config)
         # No buffer: `.to(bfloat16)` would round the frequencies. Always made on the CPU, also when
         # the weights are made on the meta device.
         exponents = torch.arange(0, config.head_dim, 2, device="cpu").float() / config.head_dim
@@ -229,8 +231,20 @@ class DFlash(nn.Module):
         """
         return cast(_Layer, self.layers[layer]).self_attn.context_kv(context, cos, sin)
 
+    def rows(self, embeddings: Tensor, states: Tensor) -> Tensor:
+        """What `block` takes [T, H]: the embeddings, with the input projection where there is one.
+
+        Args:
+            embeddings: the target's [T, H], of anchors and masks.
+            states: [B, H], what the last tapped layer made of the token before each anchor; 0
+                before the first token.
+        """
+        if self.input_projection is None:
+            return embeddings
+        return cast(Tensor, self.input_projection(embeddings, states))
+
     def block(self, embeddings: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """[T, H], ready for lm_head, of block rows: target embeddings [T, H] of anchors and masks.
+        """[T, H], ready for lm_head, of block rows [T, H], see `rows`.
 
         T is whole blocks of `config.block_size` rows.
         cos and sin: `rotary` of the absolute positions of the rows.
@@ -315,6 +329,12 @@ def _candidate_selector(config: DrafterConfig) -> CandidateSelector | None:
     if not config.selector_rank:
         return None
     return CandidateSelector(config.vocab_size, config.hidden_size, config.selector_rank)
+
+
+def _input_projection(config: DrafterConfig) -> InputProjection | None:
+    if not config.has_input_projection:
+        return None
+    return InputProjection(config.hidden_size, config.rms_norm_eps)
 
 
 def initialise(config: DrafterConfig, generator: torch.Generator) -> DFlash:

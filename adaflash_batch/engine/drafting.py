@@ -15,6 +15,7 @@ import torch
 
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.engine.target import Target
+from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.kernels.paged_attention import (
     Attention,
     KVLayer,
@@ -100,6 +101,9 @@ class BlockDrafter:
             )
             for _ in range(config.num_hidden_layers)
         ]
+        # The state before a request's anchor, in the row of the page that the state's token is in.
+        shape = (num_pages, config.hidden_size)
+        self._states = torch.zeros(shape, dtype=target.dtype, device=target.device)
         self._how = [
             Attention(scale=config.head_dim**-0.5, window=window or 0, causal=causal)
             for window, causal in zip(config.windows, config.causal, strict=True)
@@ -110,6 +114,7 @@ class BlockDrafter:
         """KV memory that one token takes in all layers."""
         config = net.config
         elements = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        elements += -(-config.hidden_size // PAGE)  # one state a page
         return elements * net.fc.weight.element_size()
 
     def draft(self, batch: DraftBatch) -> list[list[int]]:
@@ -130,6 +135,7 @@ class BlockDrafter:
         device = self._target.device
         cos, sin = self._net.rotary(positions.flatten().to(device))
         embeddings = self._target.embed(ids.flatten().to(device))
+        embeddings = self._net.rows(embeddings, self._states[_pages(batch.table, batch.positions)])
         hidden = self._net.block(embeddings, cos, sin, attend)
         anchors = anchors.to(device)
         proposed = self._net.propose(hidden, anchors, self._head, self._token_ids)
@@ -138,7 +144,15 @@ class BlockDrafter:
 
     def absorb(self, step: PackedStep, positions: torch.Tensor, features: torch.Tensor) -> None:
         """See Drafter: the context K/V of every layer, from one fused feature per token."""
+        last = torch.from_numpy(step.start + step.length - 1).long()
+        pages = _pages(step.table, step.context + step.length)
+        self._states[pages] = features[last, -self._net.config.hidden_size :]
         context = self._net.context(features)
         cos, sin = self._net.rotary(positions)
         for layer, kv in enumerate(self._kv):
             store_kv(step, kv, *self._net.context_kv(layer, context, cos, sin))
+
+
+def _pages(table: Int32, ends: Int32) -> torch.Tensor:
+    """The page of each request's token before position `ends` [B], which is above 0."""
+    return torch.from_numpy(table[np.arange(len(ends)), (ends - 1) // PAGE]).long()

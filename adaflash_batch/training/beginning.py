@@ -80,6 +80,7 @@ def _shape(folder: Path, member: str | None) -> dict[str, Any]:
         "target_layers": config.target_layer_ids,
         "features": len(config.target_layer_ids),
         "mask_token": config.mask_token_id,
+        "input_projection": config.has_input_projection,
     }
     tokens = load_vocabulary(folder, config)
     if tokens is not None:

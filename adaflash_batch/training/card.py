@@ -79,7 +79,7 @@ def card(
         f"- Data: {summary['tokens']} tokens that the model wrote itself, "
         f"{100 * (1 - plan.sampled_share):.0f}% of the prompts greedily.",
         f"- Training: {summary['updates']} updates of {plan.batch} x {plan.anchors} blocks, "
-        f"objective {plan.objective}, peak learning rate {plan.learning_rate}.",
+        f"objective {plan.objective}, {plan.optimiser}, peak learning rate {plan.learning_rate}.",
         f"- Time: {summary['decoding_hours']} h decoding, {summary['training_hours']} h training "
         f"on {machine()}.",
         "",

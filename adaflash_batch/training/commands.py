@@ -49,6 +49,8 @@ _HELP = {
     "member": "dflash, dspark (Markov head) or dflash2 (convolution and selector).",
     "rank": "Of the Markov head or the selector.",
     "confidence_head": "Train DSpark's confidence head too; it changes no draft.",
+    "input_projection": "Hand the last state to every row of a block; other engines know none.",
+    "optimiser": "adamw, or muon for the projections and adamw for the rest.",
     "learning_rate": "Peak of the learning rate.",
     "warm_up": "Share of the training in which it rises.",
     "weight_decay": "Of the matrices.",

@@ -85,6 +85,7 @@ def drafter_config(plan: TrainingPlan, parts: TargetParts) -> DrafterConfig:
             has_confidence=plan.confidence_head,
         ),
         num_hidden_layers=plan.layers,
+        has_input_projection=plan.input_projection,
         block_size=plan.block_size,
         mask_token_id=mask,
         target_layer_ids=tapped_layers(plan, shape["num_target_layers"]),

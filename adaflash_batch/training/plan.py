@@ -11,6 +11,7 @@ from adaflash_batch.errors import ConfigError
 
 MEMBERS = ("dflash", "dspark", "dflash2")
 OBJECTIVES = ("ce", "forward_kl", "opd")
+OPTIMISERS = ("adamw", "muon")
 
 # These change nothing about the weights.
 _SPEED = (
@@ -52,6 +53,9 @@ class TrainingPlan:
         member: one of MEMBERS.
         rank: of DSpark's Markov head or DFlash 2's selector.
         confidence_head: train DSpark's guess at whether a draft is accepted too.
+        input_projection: give every row of a block the last state and the anchor; no published
+            layout has it.
+        optimiser: one of OPTIMISERS.
         objective: one of OBJECTIVES.
         gamma: decay of the position weights.
         draft_vocabulary: train on this many of the most frequent tokens; 0 on all.
@@ -88,6 +92,8 @@ class TrainingPlan:
     member: str = "dflash"
     rank: int = 64
     confidence_head: bool = False
+    input_projection: bool = False
+    optimiser: str = "adamw"
     learning_rate: float = 6e-4
     warm_up: float = 0.04
     weight_decay: float = 0.01
@@ -126,6 +132,7 @@ class TrainingPlan:
         yield "--member", self.member in MEMBERS, f"one of {', '.join(MEMBERS)}"
         is_dspark = self.member == "dspark"
         yield "--confidence-head", is_dspark or not self.confidence_head, "off but for dspark"
+        yield "--optimiser", self.optimiser in OPTIMISERS, f"one of {', '.join(OPTIMISERS)}"
         yield "--objective", self.objective in OBJECTIVES, f"one of {', '.join(OBJECTIVES)}"
         yield "--block-size", self.block_size >= 2, "2 or more"
         yield "--gamma", self.gamma > 0, "above 0"

@@ -17,6 +17,7 @@ from adaflash_batch import models
 from adaflash_batch.adapt.losses import Head, LossKind, Objective
 from adaflash_batch.adapt.new_drafter import frequent_tokens
 from adaflash_batch.adapt.optimise import DrafterTrainer
+from adaflash_batch.adapt.optimiser import OptimiserKind
 from adaflash_batch.adapt.pretrain import Evaluator, Pretraining, Rounds, TrainingProgress
 from adaflash_batch.adapt.training_state import Cursor, load_state
 from adaflash_batch.adapt.trajectory_store import StoredTrajectory
@@ -110,6 +111,7 @@ class _Training:
             objective=Objective(cast(LossKind, plan.objective)),
             gamma=plan.gamma,
             anchors=plan.anchors,
+            optimiser=cast(OptimiserKind, plan.optimiser),
             weight_decay=plan.weight_decay,
             compute=compute,
         )

@@ -26,6 +26,8 @@ def describe(folder: Path) -> Iterator[str]:
     )
     if config.markov_rank:
         yield f"Markov head: {config.markov_head_type}, rank {config.markov_rank}"
+    if config.has_input_projection:
+        yield "input projection: the last state and the anchor in every row; not a published part"
     if config.enable_confidence_head:
         yield "confidence head: how likely each draft is accepted behind those before it"
     if config.conv_kernel_size:
