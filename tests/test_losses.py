@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +16,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaflash_batch.adapt.losses import (
+    Bias,
     Head,
     LossKind,
     LossStats,
     Objective,
     draft_loss,
     position_weights,
-    target_choices,
-    weighted_cross_entropy,
 )
 from adaflash_batch.errors import ConfigError
 
@@ -335,18 +334,11 @@ def test_a_draft_vocabulary_names_no_token_twice() -> None:
         Head.restricted(make_case().weight, torch.tensor([1, 2, 1]))
 
 
-def test_target_choices_see_the_whole_vocabulary() -> None:
-    case = make_case(7)
-    expected = (case.teacher @ case.weight.t()).argmax(-1)
-    assert target_choices(case.weight, case.teacher, chunk_rows=3).tolist() == expected.tolist()
-    assert target_choices(case.weight, case.teacher[:0]).tolist() == []
-
-
 def test_statistics_say_where_the_drafter_was_right() -> None:
     case = make_case(8)
     case.student[::2] = case.teacher[::2]
     case.weights[0] = 0.0
-    labels = target_choices(case.weight, case.teacher)
+    labels = (case.teacher @ case.weight.t()).argmax(-1)
     expected = (case.student @ case.weight.t()).argmax(-1) == labels
     expected[0] = False
     for more in ({}, {"labels": labels}):
@@ -417,21 +409,6 @@ def test_position_weights_decay_from_one() -> None:
     assert position_weights(torch.arange(1, 16), 7.0).sum().item() == pytest.approx(6.63, abs=0.005)
 
 
-def test_weighted_cross_entropy_of_given_logits() -> None:
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(4, 6, generator=generator, dtype=torch.float32)
-    logits[1] = torch.nan
-    logits.requires_grad_()
-    weights = torch.tensor([1.0, 0.0, 0.5, 2.0])
-    loss = weighted_cross_entropy(logits, torch.tensor([0, -1, 3, 5]), weights)
-    rows = -logits.log_softmax(-1)
-    expected = (rows[0, 0] + 0.5 * rows[2, 3] + 2 * rows[3, 5]) / 3.5
-    torch.testing.assert_close(loss, expected)
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert cast(Tensor, logits.grad).isfinite().all()
-    assert weighted_cross_entropy(logits, torch.zeros(4).long(), torch.zeros(4)) == 0
-
-
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
@@ -461,3 +438,40 @@ def test_cross_entropy_needs_labels_only() -> None:
     expected_loss, expected_gradient = naive(Objective("ce"), case, labels)
     torch.testing.assert_close(loss, expected_loss)
     torch.testing.assert_close(gradient, expected_gradient)
+
+
+@pytest.mark.parametrize("kind", ["ce", "forward_kl", "opd"])
+@pytest.mark.parametrize("clip", [None, 0.02])
+def test_a_bias_of_low_rank_is_the_students_alone(kind: LossKind, clip: float | None) -> None:
+    """Loss and all three gradients against autograd over the whole logits."""
+    case = make_case(3)
+    generator = torch.Generator().manual_seed(4)
+    num_positions, num_tokens = len(case.student), len(case.weight)
+    shapes = ((num_positions, 3), (num_tokens, 3))
+    leaves = [torch.randn(s, generator=generator, dtype=case.student.dtype) for s in shapes]
+    student, latents, table = (x.clone().requires_grad_() for x in (case.student, *leaves))
+    labels = torch.randint(0, num_tokens, (num_positions,), generator=generator)
+    objective = Objective(kind, clip=clip, chunk_rows=3)
+    loss, _ = draft_loss(
+        objective,
+        Head(case.weight),
+        student,
+        case.weights,
+        case.teacher,
+        labels,
+        bias=Bias(latents, table),
+    )
+    log_q = (student @ case.weight.T + latents @ table.T).log_softmax(-1)
+    log_p = (case.teacher @ case.weight.T).log_softmax(-1)
+    ce_share, kl_share = objective.shares
+    if kind == "forward_kl":
+        divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
+    else:
+        entries = log_q.exp() * (log_q - log_p)
+        divergence = (entries if clip is None else entries.clamp(max=clip)).sum(-1)
+    rows = ce_share * F.nll_loss(log_q, labels, reduction="none") + kl_share * divergence
+    expected = (rows * case.weights).sum() / case.weights.sum()
+    torch.testing.assert_close(loss, expected)
+    ours, theirs = (torch.autograd.grad(x, (student, latents, table)) for x in (loss, expected))
+    for mine, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, wanted)

@@ -132,26 +132,14 @@ def position_weights(positions: Tensor, gamma: float) -> Tensor:
     return torch.exp(-(positions.float() - 1.0) / gamma)
 
 
-def target_choices(weight: Tensor, teacher: Tensor, chunk_rows: int = 256) -> Tensor:
-    """The tokens that the target likes best, int64 [N], from its last hidden states [N, H].
+class Bias(NamedTuple):
+    """What is added to the student's logits alone: latents @ table.T, of low rank r.
 
-    Args:
-        weight: the whole lm_head. A restricted one would name the best of the draft vocabulary
-            instead, which is wrong where the target would choose a token outside.
+    latents: [N, r]; table: [V, r]. Both may want gradients.
     """
-    with torch.no_grad():
-        chunks = torch.split(teacher.to(weight.dtype), chunk_rows)
-        return torch.cat([F.linear(chunk, weight).argmax(-1) for chunk in chunks])
 
-
-def weighted_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """Weighted mean cross-entropy of given logits [N, V], for heads that make their own.
-
-    Positions of weight 0 may have any label and any logits. The mean of nothing is 0.
-    """
-    active = weights > 0
-    losses = F.cross_entropy(logits[active].float(), labels[active], reduction="none")
-    return (losses * weights[active]).sum() / weights[active].sum().clamp(min=_TINY)
+    latents: Tensor
+    table: Tensor
 
 
 def draft_loss(
@@ -162,8 +150,9 @@ def draft_loss(
     teacher: Tensor | None = None,
     labels: Tensor | None = None,
     total_weight: float | Tensor | None = None,
+    bias: Bias | None = None,
 ) -> tuple[Tensor, LossStats]:
-    """The weighted mean loss over positions, with a gradient for `student` alone.
+    """The weighted mean loss over positions, with a gradient for `student` and `bias` alone.
 
     Args:
         student: the drafter's output [N, H], bfloat16 or float32.
@@ -176,6 +165,7 @@ def draft_loss(
             normaliser.
         total_weight: what the sum is divided by instead of the weights at hand, where several
             micro-batches or ranks make one batch.
+        bias: added to the student's logits.
 
     Returns:
         a float32 scalar (float64 where the head is float64), and the statistics.
@@ -187,37 +177,73 @@ def draft_loss(
         chosen = _choose(head, weights, labels)
         if total_weight is None:
             total_weight = chosen.weights.sum()
-        gradient = torch.zeros_like(student) if wants_gradient else None
+        gradients = _Gradients.of(student, bias) if wants_gradient else None
         parts = [_Rows.none(weights)]
         for chunk in chosen.split(objective.chunk_rows):
-            rows, by_logit = _losses(objective, head.weight, student, teacher, chunk)
+            rows, by_logit = _losses(objective, head.weight, student, teacher, chunk, bias)
             parts.append(rows)
-            if gradient is not None:
-                by_hidden = by_logit.to(head.weight.dtype) @ head.weight
-                by_hidden = by_hidden * (chunk.weights / total_weight).unsqueeze(-1)
-                gradient[chunk.positions] = by_hidden.to(student.dtype)
+            if gradients is not None:
+                share = (chunk.weights / total_weight).unsqueeze(-1)
+                gradients.add(chunk.positions, by_logit, share, head.weight, bias)
         rows = _Rows(*map(torch.cat, zip(*parts, strict=True)))
         loss, stats = _summarise(objective, chosen, rows, len(head.weight), len(student))
         loss = loss / total_weight if len(chosen.positions) else loss
-    if gradient is None:
+    if gradients is None:
         return loss, stats
-    attached = _WithGradient.apply(student, loss, gradient)  # type: ignore[no-untyped-call]
+    pairs = [(student, gradients.student)]
+    if bias is not None:
+        pairs += [(bias.latents, gradients.latents), (bias.table, gradients.table)]
+    flat = [tensor for pair in pairs for tensor in pair]
+    attached = _WithGradient.apply(loss, *flat)  # type: ignore[no-untyped-call]
     return cast(Tensor, attached), stats
 
 
-class _WithGradient(torch.autograd.Function):
-    """A value whose gradient by one input is known already."""
+class _Gradients(NamedTuple):
+    """Of the loss; the table's in float32, since every chunk adds to all of it."""
+
+    student: Tensor
+    latents: Tensor
+    table: Tensor
 
     @staticmethod
-    def forward(ctx: Any, student: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
+    def of(student: Tensor, bias: Bias | None) -> _Gradients:
+        nothing = student.new_zeros(0)
+        if bias is None:
+            return _Gradients(torch.zeros_like(student), nothing, nothing)
+        kind = torch.promote_types(bias.table.dtype, torch.float32)
+        table = torch.zeros_like(bias.table, dtype=kind)
+        return _Gradients(torch.zeros_like(student), torch.zeros_like(bias.latents), table)
+
+    def add(
+        self, positions: Tensor, by_logit: Tensor, share: Tensor, weight: Tensor, bias: Bias | None
+    ) -> None:
+        """A chunk's part, from the gradient by its logits before weighting."""
+        by_logit = by_logit.to(weight.dtype)
+        self.student[positions] = (by_logit @ weight * share).to(self.student.dtype)
+        if bias is not None:
+            by_latent = by_logit.to(bias.table.dtype) @ bias.table * share
+            self.latents[positions] = by_latent.to(self.latents.dtype)
+            shared = (bias.latents[positions] * share).to(by_logit.dtype)
+            self.table.add_(by_logit.T @ shared)
+
+
+class _WithGradient(torch.autograd.Function):
+    """A value whose gradients by its inputs are known already."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, *pairs: Tensor) -> Tensor:
+        """pairs: an input, its gradient, the next input, ..."""
+        ctx.save_for_backward(*pairs[1::2])
+        ctx.dtypes = [tensor.dtype for tensor in pairs[::2]]
         return value.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, by_value: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * by_value.to(gradient.dtype), None, None
+    def backward(ctx: Any, by_value: Tensor) -> tuple[Tensor | None, ...]:
+        found: list[Tensor | None] = [None]
+        for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
+            found += [(gradient * by_value.to(gradient.dtype)).to(dtype), None]
+        return tuple(found)
 
 
 class _Chosen(NamedTuple):
@@ -269,10 +295,15 @@ def _choose(head: Head, weights: Tensor, labels: Tensor | None) -> _Chosen:
 
 
 def _losses(
-    objective: Objective, weight: Tensor, student: Tensor, teacher: Tensor | None, chunk: _Chosen
+    objective: Objective,
+    weight: Tensor,
+    student: Tensor,
+    teacher: Tensor | None,
+    chunk: _Chosen,
+    bias: Bias | None,
 ) -> tuple[_Rows, Tensor]:
     """Losses of a chunk, and their gradient by the student's logits, float32 [C, V]."""
-    log_q = _log_probabilities(weight, student[chunk.positions])
+    log_q = _log_probabilities(weight, student[chunk.positions], _rows_of(bias, chunk.positions))
     log_p = None
     if teacher is not None and (objective.kind != "ce" or chunk.labels is None):
         log_p = _log_probabilities(weight, teacher[chunk.positions])
@@ -295,8 +326,14 @@ def _losses(
     return _Rows(cross_entropy, divergence, clipped, hits), gradient
 
 
-def _log_probabilities(weight: Tensor, hidden: Tensor) -> Tensor:
+def _rows_of(bias: Bias | None, positions: Tensor) -> Bias | None:
+    return None if bias is None else Bias(bias.latents[positions], bias.table)
+
+
+def _log_probabilities(weight: Tensor, hidden: Tensor, bias: Bias | None = None) -> Tensor:
     logits = F.linear(hidden.to(weight.dtype), weight)
+    if bias is not None:
+        logits += F.linear(bias.latents, bias.table)
     return logits.log_softmax(-1, dtype=torch.promote_types(weight.dtype, torch.float32))
 
 

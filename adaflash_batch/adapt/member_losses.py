@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from adaflash_batch.adapt.blocks import Blocks
-from adaflash_batch.adapt.losses import Head, Objective, draft_loss
+from adaflash_batch.adapt.losses import Bias, Head, Objective, draft_loss
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.drafter.selector import best_candidates
 
@@ -51,15 +50,31 @@ def member_loss(
         hidden: [T, H], from `forward_blocks`.
         teacher: the rows of `pack_teacher`; None for the cross-entropy alone.
     """
-    if net.markov_head is not None:
-        return _markov_loss(net, objective, head, hidden, blocks, teacher)
-    rows = blocks.teacher_rows.flatten()
-    taught_by = None if teacher is None else teacher[rows]
-    labels, weights = blocks.labels.flatten(), blocks.weights.flatten()
-    loss, stats = draft_loss(objective, head, hidden, weights, taught_by, labels)
+    slots = slice(net.config.first_slot, None)
+    rows, previous = net.drafting_rows(hidden), predecessors(blocks, net.config.first_slot)
+    weights = blocks.weights[:, slots]
+    loss, stats = draft_loss(
+        objective,
+        head,
+        rows.flatten(0, 1),
+        weights.flatten(),
+        None if teacher is None else teacher[blocks.teacher_rows[:, slots].flatten()],
+        blocks.labels[:, slots].flatten(),
+        bias=_markov_bias(net, head, rows, previous),
+    )
     if net.candidate_selector is not None:
         loss = loss + _selector_loss(net, head, hidden, blocks)
+    if net.confidence_head is not None:
+        is_right = stats.hits.view(weights.shape)
+        loss = loss + confidence_loss(net.confidence(rows, previous), is_right, weights)
     return MemberLoss(loss, stats.positions, int(stats.hits.sum()))
+
+
+def _markov_bias(net: DFlash, head: Head, rows: Tensor, previous: Tensor) -> Bias | None:
+    markov = net.markov_head
+    if markov is None:
+        return None
+    return Bias(markov.latents(rows, previous).flatten(0, 1), markov.rows(head.token_ids))
 
 
 def predecessors(blocks: Blocks, first_slot: int) -> Tensor:
@@ -100,36 +115,6 @@ def _candidates(head: Head, rows: Tensor, count: int) -> Tensor:
     return best_candidates(logits, min(count, len(head.weight)))[1]
 
 
-def _markov_loss(
-    net: DFlash,
-    objective: Objective,
-    head: Head,
-    hidden: Tensor,
-    blocks: Blocks,
-    teacher: Tensor | None,
-) -> MemberLoss:
-    first = net.config.first_slot
-    rows, previous = net.drafting_rows(hidden), predecessors(blocks, first)
-    labels = head.rows(blocks.labels[:, first:])
-    weights = blocks.weights[:, first:].where(labels >= 0, 0.0)
-    taught_by = blocks.teacher_rows[:, first:]
-    total, right = hidden.new_zeros((), dtype=torch.float32), [labels[:0] > 0]
-    for begin in range(0, len(rows), _BLOCKS_AT_ONCE):
-        part = slice(begin, begin + _BLOCKS_AT_ONCE)
-        wanted = None if teacher is None else teacher[taught_by[part]]
-        inputs = (rows[part], previous[part], labels[part], weights[part], wanted)
-        # Computed again in the backward pass rather than kept: logits are the largest tensors.
-        loss, agrees = checkpoint(_markov_part, net, objective, head, *inputs, use_reentrant=False)
-        total = total + loss
-        right.append(agrees)
-    value = total / weights.sum().clamp(min=_TINY)
-    is_right = torch.cat(right)
-    if net.confidence_head is not None:
-        confidence = net.confidence(rows, previous)
-        value = value + confidence_loss(confidence, is_right, blocks.weights[:, first:])
-    return MemberLoss(value, int((weights > 0).sum()), int((is_right & (weights > 0)).sum()))
-
-
 def confidence_loss(logits: Tensor, is_right: Tensor, weights: Tensor) -> Tensor:
     """Mean binary cross-entropy of DSpark's confidence head, weighted like the drafts.
 
@@ -148,40 +133,3 @@ def confidence_loss(logits: Tensor, is_right: Tensor, weights: Tensor) -> Tensor
     labels = is_right.float()
     losses = F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none")
     return (losses * weights).sum() / weights.sum().clamp(min=_TINY)
-
-
-def _markov_part(
-    net: DFlash,
-    objective: Objective,
-    head: Head,
-    rows: Tensor,
-    previous: Tensor,
-    labels: Tensor,
-    weights: Tensor,
-    teacher: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """(weighted sum of the losses, which drafts are the label [B, N]) of some blocks."""
-    assert net.markov_head is not None
-    bias = net.markov_head.bias(rows, previous, head.token_ids)
-    active = weights > 0
-    all_logits = F.linear(rows.to(head.weight.dtype), head.weight) + bias
-    is_right = all_logits.detach().argmax(-1) == labels
-    logits = all_logits[active].float()
-    losses = F.cross_entropy(logits, labels[active], reduction="none")
-    ce_share, kl_share = objective.shares
-    if kl_share:
-        assert teacher is not None, f"{objective.kind} needs a teacher"
-        by_teacher = F.linear(teacher[active].to(head.weight.dtype), head.weight).float()
-        losses = ce_share * losses + kl_share * _divergence(objective, logits, by_teacher)
-    return (losses * weights[active]).sum(), is_right
-
-
-def _divergence(objective: Objective, student: Tensor, teacher: Tensor) -> Tensor:
-    """As `Objective` says, from logits [.., V]."""
-    log_q, log_p = student.log_softmax(-1), teacher.log_softmax(-1)
-    if objective.kind == "forward_kl":
-        return (log_p.exp() * (log_p - log_q)).sum(-1)
-    entries = log_q.exp() * (log_q - log_p)
-    if objective.clip is not None:
-        entries = entries.clamp(max=objective.clip)
-    return entries.sum(-1)

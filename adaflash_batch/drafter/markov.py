@@ -35,19 +35,28 @@ class MarkovHead(nn.Module):
         self.joint_proj = nn.Linear(hidden_size + 2 * rank, 3 * rank) if kind == "rnn" else None
 
     def bias(self, hidden: Tensor, previous: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """What is added to the logits when the tokens before are known (training): [B, N, V].
+        """What is added to the logits when the tokens before are known: [B, N, V].
 
         Args:
             hidden: [B, N, H], the lm_head's input.
             previous: ids [B, N]; the anchor first.
             token_ids: [V], the tokens of the logits; None for all.
         """
+        return F.linear(self.latents(hidden, previous), self.rows(token_ids))
+
+    def latents(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """[B, N, r], see `bias`."""
         state = hidden.new_zeros(hidden.shape[0], self.rank)
         latents = []
         for slot in range(hidden.shape[1]):
             latent, state = self._step(hidden[:, slot], previous[:, slot], state)
             latents.append(latent)
-        return F.linear(torch.stack(latents, dim=1), self._rows(token_ids))
+        return torch.stack(latents, dim=1)
+
+    def rows(self, token_ids: Tensor | None) -> Tensor:
+        """W2's rows of these tokens [V, r]; all for None."""
+        weight = self.markov_w2.weight
+        return weight if token_ids is None else weight[token_ids]
 
     def walk(
         self, hidden: Tensor, logits: Tensor, anchors: Tensor, token_ids: Tensor | None = None
@@ -60,7 +69,7 @@ class MarkovHead(nn.Module):
             anchors: ids [B].
             token_ids: [V], the tokens of the logits; None for all.
         """
-        previous, drafts, rows = anchors, [], self._rows(token_ids)
+        previous, drafts, rows = anchors, [], self.rows(token_ids)
         state = hidden.new_zeros(hidden.shape[0], self.rank)
         for slot in range(hidden.shape[1]):
             latent, state = self._step(hidden[:, slot], previous, state)
@@ -68,10 +77,6 @@ class MarkovHead(nn.Module):
             previous = best if token_ids is None else token_ids[best]
             drafts.append(previous)
         return torch.stack(drafts, dim=1)
-
-    def _rows(self, token_ids: Tensor | None) -> Tensor:
-        weight = self.markov_w2.weight
-        return weight if token_ids is None else weight[token_ids]
 
     def _step(self, hidden: Tensor, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """(latent, next state) [B, r] of one slot: hidden [B, H], previous [B]."""
