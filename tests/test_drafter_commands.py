@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -158,6 +159,10 @@ def test_a_trained_drafter_is_accepted(
     assert summary["updates"] == 150
     assert summary["tokens"] >= 700
     assert any("left out" in line for line in lines)
+    looks = [line for line in lines if line.startswith("held-out τ after update ")]
+    numbers = [int(line.partition(":")[0].split()[-1]) for line in looks]
+    assert numbers == list(range(20, 151, 20))
+    assert all(re.search(r": even \d\.\d\d, odd \d\.\d\d$", line) for line in looks)
     assert figures["refused"] == 2
     _check_card(out, summary)
 

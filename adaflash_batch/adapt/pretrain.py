@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -85,6 +85,7 @@ class TrainingProgress(NamedTuple):
     """What a listener hears after each update.
 
     tau: of the last look at the held-out prompts, None before it.
+    domains: τ by domain where this update was followed by a look, else empty.
     """
 
     step: int
@@ -93,6 +94,7 @@ class TrainingProgress(NamedTuple):
     loss: float
     hit_rate: float
     tau: float | None
+    domains: Mapping[str, float]
     elapsed_s: float
 
 
@@ -111,19 +113,21 @@ class Evaluator:
     head: Head
     token_ids: Tensor | None = None
 
-    def glance(self, net: DFlash) -> float | None:
-        """τ over some anchors of some held-out texts."""
-        total = Acceptance()
+    def glance(self, net: DFlash) -> dict[str, Acceptance]:
+        """Some anchors of some held-out texts, by domain."""
         step = max(1, len(self.held_out) // _FEW_TRAJECTORIES)
-        for entry in self.held_out[::step]:
-            total.add(self._evaluate(net, entry, _FEW_ANCHORS))
-        return total.emitted_per_anchor
+        return self._by_domain(net, self.held_out[::step], _FEW_ANCHORS)
 
     def by_domain(self, net: DFlash) -> dict[str, Acceptance]:
         """Everything about every held-out text."""
+        return self._by_domain(net, self.held_out, None)
+
+    def _by_domain(
+        self, net: DFlash, entries: Sequence[StoredTrajectory], most: int | None
+    ) -> dict[str, Acceptance]:
         domains: dict[str, Acceptance] = {}
-        for entry in self.held_out:
-            result = self._evaluate(net, entry, None)
+        for entry in entries:
+            result = self._evaluate(net, entry, most)
             domains.setdefault(entry.domain, Acceptance()).add(result)
         return dict(sorted(domains.items()))
 
@@ -196,20 +200,34 @@ class Pretraining:
         cursor.num_dropped += update.is_dropped
         if not update.is_dropped:
             self._losses.append(update.loss)
+        domains: dict[str, float] = {}
         if self.evaluate_every and cursor.total_steps % self.evaluate_every == 0:
-            self._look()
+            domains = self._look()
         return TrainingProgress(
-            cursor.step, num_steps, number, update.loss, update.hit_rate, self._tau, 0.0
+            step=cursor.step,
+            num_steps=num_steps,
+            round=number,
+            loss=update.loss,
+            hit_rate=update.hit_rate,
+            tau=self._tau,
+            domains=domains,
+            elapsed_s=0.0,
         )
 
-    def _look(self) -> None:
+    def _look(self) -> dict[str, float]:
+        """τ of the held-out prompts by domain, where it is known."""
         if self.evaluator is None:
-            return
-        self._tau = self.evaluator.glance(self.trainer.working)
+            return {}
+        domains, together = self.evaluator.glance(self.trainer.working), Acceptance()
+        for acceptance in domains.values():
+            together.add(acceptance)
+        self._tau = together.emitted_per_anchor
         loss = sum(self._losses) / len(self._losses) if self._losses else math.nan
         self._losses.clear()
         if self._tau is not None:
             self.cursor.history.append((self.cursor.total_steps, loss, self._tau))
+        found = {name: each.emitted_per_anchor for name, each in domains.items()}
+        return {name: tau for name, tau in found.items() if tau is not None}
 
     def save(self) -> None:
         """Write the state."""

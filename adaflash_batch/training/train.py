@@ -212,6 +212,9 @@ class _Training:
             )
 
         self._ticker.say(line)
+        if progress.domains:
+            each = ", ".join(f"{name} {tau:.2f}" for name, tau in progress.domains.items())
+            self._notify(f"held-out τ after update {progress.step}: {each}")
 
 
 def _rounds(plan: TrainingPlan) -> Rounds:
