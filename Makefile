@@ -14,10 +14,12 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --root-user-
 .PHONY: demo test clean
 
 demo: $(READY)
-	@echo "removing $(OUT) of an earlier demo, so that there is something to do"
-	@rm -rf $(OUT)
+	@echo "removing $(OUT) and $(OUT)-plain of an earlier demo, so that there is something to do"
+	@rm -rf $(OUT) $(OUT)-plain
 	$(BIN)/adaflash-batch run --config jobs/smoke.toml --out $(OUT)
-	@$(BIN)/python -m adaflash_batch.report.show $(OUT)
+	@echo "the same job without its drafter, to compare"
+	$(BIN)/adaflash-batch run --config jobs/smoke.toml --drafter none --out $(OUT)-plain
+	@$(BIN)/python -m adaflash_batch.report.show $(OUT) $(OUT)-plain
 
 test: $(READY)
 	$(BIN)/ruff check .

@@ -34,5 +34,6 @@ def test_every_file_is_in_the_tree_and_every_line_is_a_file() -> None:
         if path.endswith((".py", ".c", ".h", ".toml", ".md", ".parquet"))
         and not path.endswith("__init__.py")
         and path not in listed
+        and not path.startswith("data/drafters/")  # a line stands for the whole folder
     ]
     assert missing == []
