@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from nets import PROJECTED, TINY, random_drafter, random_rows
+from safetensors.torch import save_file
 from test_drafter_conventions import FACTS, FOLLOWER, LEADER, V, chain, target, trained
 from test_drafter_conventions import PROJECTED as CYCLE
 from tiny import as_requests, decode
@@ -15,11 +16,13 @@ from torch import Tensor
 
 from adaflash_batch.drafter.checkpoint import load, save
 from adaflash_batch.drafter.model import DFlash
+from adaflash_batch.drafter.vocabulary import VOCABULARY
 from adaflash_batch.engine.drafting import BlockDrafter
 from adaflash_batch.engine.target import Target
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.request import Sampling
+from adaflash_batch.training.export import export
 
 __all__ = ["target"]  # a fixture
 
@@ -104,3 +107,22 @@ def test_a_published_layout_never_has_it(tmp_path: Path) -> None:
     plain = dataclasses.replace(CYCLE, has_input_projection=False)
     save(trained(plain), tmp_path / "drafter")
     assert "input_projection" not in (tmp_path / "drafter" / "config.json").read_text()
+
+
+def test_export_leaves_our_own_parts_out(tmp_path: Path) -> None:
+    save(trained(CYCLE), tmp_path / "ours")
+    save_file({"token_ids": torch.arange(5)}, tmp_path / "ours" / VOCABULARY)
+    told = list(export(tmp_path / "ours", tmp_path / "published"))
+    assert [line.split(",")[0] for line in told[:2]] == [
+        "left out: the input projection",
+        "left out: the draft vocabulary",
+    ]
+    files = {path.name for path in (tmp_path / "published").iterdir()}
+    assert files == {"config.json", "model.safetensors"}
+    exported = load(tmp_path / "published", FACTS, dtype=torch.bfloat16)
+    assert exported.config == dataclasses.replace(CYCLE, has_input_projection=False)
+    ours = trained(CYCLE).state_dict()
+    for name, tensor in exported.state_dict().items():
+        assert torch.equal(tensor, ours[name].bfloat16()), name
+    with pytest.raises(ConfigError, match="exists already"):
+        list(export(tmp_path / "ours", tmp_path / "published"))

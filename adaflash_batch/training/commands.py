@@ -1,4 +1,4 @@
-"""`adaflash-batch drafter train | show | eval`: parse, call, print. torch comes in late."""
+"""`adaflash-batch drafter ...`: parse, call, print. torch comes in late."""
 
 from __future__ import annotations
 
@@ -120,6 +120,18 @@ def show(
 
     for line in describe(folder):
         print(line)
+
+
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a drafter.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
+) -> None:
+    """Write a drafter for other engines, without the parts that only ours knows."""
+    from adaflash_batch.training.export import export as write
+
+    for line in write(folder, out):
+        _say(line)
 
 
 @app.command(name="eval")

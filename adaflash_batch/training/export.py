@@ -1,0 +1,39 @@
+"""A drafter for other engines: the published layout, without the parts that are our own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from adaflash_batch.drafter import checkpoint
+from adaflash_batch.drafter.checkpoint import TargetFacts
+from adaflash_batch.drafter.model import DFlash
+from adaflash_batch.drafter.vocabulary import VOCABULARY
+
+
+def export(folder: Path, out: Path) -> Iterator[str]:
+    """Write the drafter in a folder to another one, in bfloat16; yields what to tell people.
+
+    Raises ConfigError where `checkpoint.load` and `checkpoint.save` do.
+    """
+    config = checkpoint.inspect(folder).config
+    sizes = config.vocab_size, config.hidden_size, config.num_target_layers
+    net = checkpoint.load(folder, TargetFacts(*sizes, name="its own"), dtype=torch.bfloat16)
+    if config.has_input_projection:
+        yield "left out: the input projection, so fewer drafts will be accepted"
+        net = _without_projection(net)
+    if (folder / VOCABULARY).exists():
+        yield "left out: the draft vocabulary, so other engines draft from all tokens"
+    checkpoint.save(net, out)
+    yield f"a {config.member} drafter in the published layout is in {out}"
+
+
+def _without_projection(net: DFlash) -> DFlash:
+    with torch.device("meta"):
+        plain = DFlash(dataclasses.replace(net.config, has_input_projection=False))
+    kept = plain.state_dict().keys()
+    plain.load_state_dict({n: t for n, t in net.state_dict().items() if n in kept}, assign=True)
+    return plain
