@@ -63,7 +63,7 @@ def card(
     """README.md of a checkpoint."""
     name = Path(plan.model).name
     shape = (
-        f"{config.member} with {config.num_hidden_layers} layers, blocks of {config.block_size}, "
+        f"{config.member} with {count_layers(config)}, blocks of {config.block_size}, "
         f"{summary['parameters'] / 1e6:.1f} M parameters, target layers "
         f"{', '.join(map(str, config.target_layer_ids))}"
     )
@@ -103,6 +103,11 @@ def _beginning(origin: Mapping[str, Any] | None, config: DrafterConfig) -> list[
         f"- Began from: the {member} drafter in {origin['folder']} (sha256 "
         f"{origin['identity'][:16]}){before}{grown}. What follows is of this training alone."
     ]
+
+
+def count_layers(config: DrafterConfig) -> str:
+    """`1 layer`, `2 layers`."""
+    return f"{config.num_hidden_layers} layer{'' if config.num_hidden_layers == 1 else 's'}"
 
 
 def machine() -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from adaflash_batch.drafter import checkpoint
 from adaflash_batch.drafter.vocabulary import load_vocabulary
-from adaflash_batch.training.card import table
+from adaflash_batch.training.card import count_layers, table
 
 
 def describe(folder: Path) -> Iterator[str]:
@@ -20,7 +20,7 @@ def describe(folder: Path) -> Iterator[str]:
     drafts = "the anchor's slot drafts too" if config.from_anchor else "the anchor's slot does not"
     yield f"block: {config.block_size} rows, {config.num_drafts} drafts ({drafts})"
     yield (
-        f"net: {config.num_hidden_layers} layers, hidden {config.hidden_size}, "
+        f"net: {count_layers(config)}, hidden {config.hidden_size}, "
         f"{config.num_attention_heads} heads of {config.head_dim} "
         f"({config.num_key_value_heads} for keys), MLP {config.intermediate_size}"
     )
