@@ -361,7 +361,7 @@ def test_the_command_line(
     assert "nothing to do" in told
     code, printed, _ = call(capfd, "show", str(out))
     assert code == 0
-    for part in ("DFlash", "5 rows, 4 drafts", "1 layers", "layers 0, 1", "6", "even", "MiB"):
+    for part in ("DFlash", "5 rows, 4 drafts", "1 layer,", "layers 0, 1", "6", "even", "MiB"):
         assert part in printed
     assert f"{checkpoint.identity(out)[:16]}" in printed
     measured = [*("--model", str(model), "--prompts", str(prompts), "--max-new-tokens", "8")]
