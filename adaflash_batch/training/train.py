@@ -202,9 +202,10 @@ class _Training:
         return summary
 
     def _report_training(self, progress: TrainingProgress) -> None:
+        again = "" if self._plan.rounds == 1 else f" of round {progress.round + 1}"
+
         def line() -> str:
             tau = "" if progress.tau is None else f" · held-out τ {progress.tau:.2f}"
-            again = "" if self._plan.rounds == 1 else f" of round {progress.round + 1}"
             return (
                 f"training: update {progress.step}/{progress.num_steps}{again} · "
                 f"loss {progress.loss:.3f} · right {100 * progress.hit_rate:.0f}%{tau} · "
@@ -214,7 +215,7 @@ class _Training:
         self._ticker.say(line)
         if progress.domains:
             each = ", ".join(f"{name} {tau:.2f}" for name, tau in progress.domains.items())
-            self._notify(f"held-out τ after update {progress.step}: {each}")
+            self._notify(f"held-out τ after update {progress.step}{again}: {each}")
 
 
 def _rounds(plan: TrainingPlan) -> Rounds:
