@@ -18,7 +18,7 @@ LAYERS: list[set[str]] = [
     {"shards", "engine", "adapt", "report"},
     {"drafter", "kernels"},
     {
-        *("errors", "stats", "request", "spec", "spec_sources", "exchange"),
+        *("errors", "durable", "stats", "request", "spec", "spec_sources", "exchange"),
         *("text", "detokenise", "special_tokens", "models", "gguf"),
     },
 ]

@@ -29,6 +29,7 @@ from adaflash_batch.drafter.fields import Fields
 from adaflash_batch.drafter.layout import parse, render
 from adaflash_batch.drafter.members import WITH_TARGET_COPIES
 from adaflash_batch.drafter.model import DFlash
+from adaflash_batch.durable import flush
 from adaflash_batch.errors import ConfigError
 
 CONFIG = "config.json"
@@ -166,11 +167,11 @@ def save(
         for name, content in (extra_files or {}).items():
             (scratch / name).write_bytes(content)
         for path in (*scratch.iterdir(), scratch):
-            _flush(path)
+            flush(path)
         scratch.rename(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    _flush(folder.parent)
+    flush(folder.parent)
 
 
 def identity(folder: str | Path) -> str:
@@ -185,14 +186,6 @@ def identity(folder: str | Path) -> str:
             raise ConfigError(f"drafter {folder}: cannot read {path.name}: {error}") from error
         digest.update(f"{path.name} {content}\n".encode())
     return digest.hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
