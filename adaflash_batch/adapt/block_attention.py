@@ -36,8 +36,9 @@ def forward_blocks(net: DFlash, blocks: Blocks, features: Tensor, embeddings: Te
         window, causal = config.windows[layer], config.causal[layer]
         return training_attention(blocks, q, k, v, context_k, context_v, window, causal)
 
-    rows = net.rows(embeddings, _states(blocks, features, config.hidden_size))
-    return net.block(rows, *net.rotary(blocks.positions.flatten()), attend)
+    if config.has_input_projection:
+        embeddings = net.rows(embeddings, _states(blocks, features, config.hidden_size))
+    return net.block(embeddings, *net.rotary(blocks.positions.flatten()), attend)
 
 
 def _states(blocks: Blocks, features: Tensor, hidden_size: int) -> Tensor:

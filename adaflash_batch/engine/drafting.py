@@ -102,8 +102,10 @@ class BlockDrafter:
             for _ in range(config.num_hidden_layers)
         ]
         # The state before a request's anchor, in the row of the page that the state's token is in.
-        shape = (num_pages, config.hidden_size)
-        self._states = torch.zeros(shape, dtype=target.dtype, device=target.device)
+        self._states: torch.Tensor | None = None
+        if config.has_input_projection:
+            shape = (num_pages, config.hidden_size)
+            self._states = torch.zeros(shape, dtype=target.dtype, device=target.device)
         self._how = [
             Attention(scale=config.head_dim**-0.5, window=window or 0, causal=causal)
             for window, causal in zip(config.windows, config.causal, strict=True)
@@ -114,7 +116,8 @@ class BlockDrafter:
         """KV memory that one token takes in all layers."""
         config = net.config
         elements = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        elements += -(-config.hidden_size // PAGE)  # one state a page
+        if config.has_input_projection:
+            elements += -(-config.hidden_size // PAGE)  # one state a page
         return elements * net.fc.weight.element_size()
 
     def draft(self, batch: DraftBatch) -> list[list[int]]:
@@ -135,7 +138,9 @@ class BlockDrafter:
         device = self._target.device
         cos, sin = self._net.rotary(positions.flatten().to(device))
         embeddings = self._target.embed(ids.flatten().to(device))
-        embeddings = self._net.rows(embeddings, self._states[_pages(batch.table, batch.positions)])
+        if self._states is not None:
+            pages = _pages(batch.table, batch.positions)
+            embeddings = self._net.rows(embeddings, self._states[pages])
         hidden = self._net.block(embeddings, cos, sin, attend)
         anchors = anchors.to(device)
         proposed = self._net.propose(hidden, anchors, self._head, self._token_ids)
@@ -144,9 +149,10 @@ class BlockDrafter:
 
     def absorb(self, step: PackedStep, positions: torch.Tensor, features: torch.Tensor) -> None:
         """See Drafter: the context K/V of every layer, from one fused feature per token."""
-        last = torch.from_numpy(step.start + step.length - 1).long()
-        pages = _pages(step.table, step.context + step.length)
-        self._states[pages] = features[last, -self._net.config.hidden_size :]
+        if self._states is not None:
+            last = torch.from_numpy(step.start + step.length - 1).long()
+            pages = _pages(step.table, step.context + step.length)
+            self._states[pages] = features[last, -self._net.config.hidden_size :]
         context = self._net.context(features)
         cos, sin = self._net.rotary(positions)
         for layer, kv in enumerate(self._kv):
