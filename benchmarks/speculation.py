@@ -31,10 +31,10 @@ from decode import token_ids
 
 from adaflash_batch import models
 from adaflash_batch.adapt.new_drafter import build_config, member_fields, shape_like
-from adaflash_batch.drafter.checkpoint import TargetFacts, load
 from adaflash_batch.drafter.config import build_target_layer_ids
 from adaflash_batch.drafter.model import DFlash, initialise
 from adaflash_batch.drafter.vocabulary import load_vocabulary
+from adaflash_batch.engine.assembly import load_net
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.engine.drafting import BlockDrafter
 from adaflash_batch.engine.target import Target
@@ -125,8 +125,7 @@ def decode(
 
 def checkpoint(folder: Path, target: Target) -> Candidate:
     """A drafter from disk."""
-    facts = TargetFacts(target.vocab_size, target.hidden_size, target.num_layers, target.name)
-    net = load(folder, facts, dtype=target.dtype).requires_grad_(False).fuse()
+    net = load_net(folder, target)
     return Candidate(str(folder), net, load_vocabulary(folder, net.config))
 
 

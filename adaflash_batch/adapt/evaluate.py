@@ -9,7 +9,7 @@ so a drafter's whole way through a text can be followed: `walked` is what real d
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -40,6 +40,14 @@ class Acceptance:
     reached: list[int] = field(default_factory=list)
     right: list[int] = field(default_factory=list)
     walked: SpeculationCounts = field(default_factory=SpeculationCounts)
+
+    @staticmethod
+    def of(parts: Iterable[Acceptance]) -> Acceptance:
+        """Several together."""
+        together = Acceptance()
+        for part in parts:
+            together.add(part)
+        return together
 
     def add(self, other: Acceptance) -> None:
         """Add another's counts to these."""

@@ -63,7 +63,7 @@ def member_loss(
         bias=_markov_bias(net, head, rows, previous),
     )
     if net.candidate_selector is not None:
-        loss = loss + _selector_loss(net, head, hidden, blocks)
+        loss = loss + _selector_loss(net, head, rows, previous, blocks)
     if net.confidence_head is not None:
         is_right = stats.hits.view(weights.shape)
         loss = loss + confidence_loss(net.confidence(rows, previous), is_right, weights)
@@ -83,17 +83,17 @@ def predecessors(blocks: Blocks, first_slot: int) -> Tensor:
     return torch.cat((blocks.token_ids[:, :1], labels[:, :-1]), dim=1)
 
 
-def _selector_loss(net: DFlash, head: Head, hidden: Tensor, blocks: Blocks) -> Tensor:
+def _selector_loss(
+    net: DFlash, head: Head, rows: Tensor, previous: Tensor, blocks: Blocks
+) -> Tensor:
     """Cross-entropy among the best candidates, where the label is one of them."""
     config, selector = net.config, net.candidate_selector
     assert selector is not None
-    rows = net.drafting_rows(hidden)
     labels = head.rows(blocks.labels[:, config.first_slot :].flatten())
     weights = blocks.weights[:, config.first_slot :].flatten().where(labels >= 0, 0.0)
-    previous = predecessors(blocks, config.first_slot).flatten()
-    losses, taught = [hidden.new_zeros(0, dtype=torch.float32)], [weights[:0]]
+    losses, taught = [rows.new_zeros(0, dtype=torch.float32)], [weights[:0]]
     step = _BLOCKS_AT_ONCE * config.num_drafts
-    flat = rows.flatten(0, 1)
+    flat, before = rows.flatten(0, 1), previous.flatten()
     for begin in range(0, len(flat), step):
         part = slice(begin, begin + step)
         candidates = _candidates(head, flat[part].detach(), config.selector_top_k)
@@ -101,7 +101,7 @@ def _selector_loss(net: DFlash, head: Head, hidden: Tensor, blocks: Blocks) -> T
         chosen = (weights[part] > 0) & found.any(-1)
         logits = torch.einsum("nh,nkh->nk", flat[part], head.weight[candidates])
         tokens = candidates if head.token_ids is None else head.token_ids[candidates]
-        scores = net.scaled(logits) + selector.edges(flat[part], previous[part], tokens)
+        scores = net.scaled(logits) + selector.edges(flat[part], before[part], tokens)
         gold = found[chosen].int().argmax(-1)
         losses.append(F.cross_entropy(scores[chosen], gold, reduction="none"))
         taught.append(weights[part][chosen])

@@ -218,10 +218,8 @@ class Pretraining:
         """τ of the held-out prompts by domain, where it is known."""
         if self.evaluator is None:
             return {}
-        domains, together = self.evaluator.glance(self.trainer.working), Acceptance()
-        for acceptance in domains.values():
-            together.add(acceptance)
-        self._tau = together.emitted_per_anchor
+        domains = self.evaluator.glance(self.trainer.working)
+        self._tau = Acceptance.of(domains.values()).emitted_per_anchor
         loss = sum(self._losses) / len(self._losses) if self._losses else math.nan
         self._losses.clear()
         if self._tau is not None:

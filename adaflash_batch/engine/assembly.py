@@ -78,7 +78,7 @@ def build_decoder(plan: DecoderPlan, *, notify: Callable[[str], None]) -> Decode
     slow = target.attention_note()
     if slow is not None:
         notify(f"attention runs in its slow form: {slow}")
-    net = None if plan.drafter is None else _load_net(plan.drafter, target, plan.tokenizer_digest)
+    net = None if plan.drafter is None else load_net(plan.drafter, target, plan.tokenizer_digest)
     return Decoder(
         target,
         drafter=None if net is None else _drafter(plan, net, target),
@@ -104,7 +104,8 @@ def _no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _load_net(folder: Path, target: Target, tokenizer_digest: str | None) -> DFlash:
+def load_net(folder: Path, target: Target, tokenizer_digest: str | None = None) -> DFlash:
+    """A drafter for inference, in the target's precision. Raises ConfigError if it does not fit."""
     facts = TargetFacts(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,

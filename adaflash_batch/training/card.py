@@ -10,6 +10,7 @@ from typing import Any
 
 from adaflash_batch.adapt.evaluate import Acceptance
 from adaflash_batch.drafter.config import DrafterConfig
+from adaflash_batch.stats import SpeculationCounts
 from adaflash_batch.training.plan import TrainingPlan
 
 ALL = "all"
@@ -19,23 +20,22 @@ def results(domains: Mapping[str, Acceptance]) -> dict[str, dict[str, Any]]:
     """Figures of each domain, of teacher-forced drafting, and of all texts together."""
     if not domains:
         return {}
-    together = Acceptance()
-    for acceptance in domains.values():
-        together.add(acceptance)
-    return {name: _figures(each) for name, each in ({**domains, ALL: together}).items()}
-
-
-def _figures(acceptance: Acceptance) -> dict[str, Any]:
-    walked = acceptance.walked
     return {
-        "steps": walked.steps,
-        "emitted_per_step": _rounded(walked.emitted_per_step),
-        "accepted_by_position": survival_of(walked.accepted_hist, walked.steps),
-        "emitted_per_anchor": _rounded(acceptance.emitted_per_anchor),
+        name: figures(each.walked) | {"emitted_per_anchor": _rounded(each.emitted_per_anchor)}
+        for name, each in ({**domains, ALL: Acceptance.of(domains.values())}).items()
     }
 
 
-def survival_of(histogram: list[int], steps: int) -> list[float]:
+def figures(counts: SpeculationCounts) -> dict[str, Any]:
+    """What the steps of decoding say of a drafter."""
+    return {
+        "steps": counts.steps,
+        "emitted_per_step": _rounded(counts.emitted_per_step),
+        "accepted_by_position": _survival(counts.accepted_hist, counts.steps),
+    }
+
+
+def _survival(histogram: list[int], steps: int) -> list[float]:
     """Share of the steps that accepted the first draft, the first two, ..."""
     return [round(sum(histogram[i:]) / steps, 4) for i in range(1, len(histogram))] if steps else []
 

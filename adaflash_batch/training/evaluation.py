@@ -12,17 +12,15 @@ import torch.nn.functional as F
 
 from adaflash_batch import models
 from adaflash_batch.adapt.evaluate import Acceptance, evaluate
-from adaflash_batch.drafter import checkpoint
-from adaflash_batch.drafter.checkpoint import TargetFacts
 from adaflash_batch.drafter.vocabulary import load_vocabulary
-from adaflash_batch.engine.assembly import DecoderPlan, build_decoder
+from adaflash_batch.engine.assembly import DecoderPlan, build_decoder, load_net
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.exchange import Trajectory
 from adaflash_batch.request import Prompt, Request, RowError, RowKey, Sampling
 from adaflash_batch.stats import SpeculationCounts
 from adaflash_batch.text import TextCodec
-from adaflash_batch.training.card import ALL, results, survival_of
+from adaflash_batch.training.card import ALL, figures, results
 from adaflash_batch.training.decoding import run
 from adaflash_batch.training.parts import TargetParts
 from adaflash_batch.training.prompts import PromptFiles, Row
@@ -82,9 +80,7 @@ class _TeacherForced:
 
     def __init__(self, plan: EvaluationPlan, decoder: Decoder, codec: TextCodec) -> None:
         target = decoder.target
-        facts = TargetFacts(target.vocab_size, target.hidden_size, target.num_layers, target.name)
-        net = checkpoint.load(plan.folder, facts, dtype=target.dtype)
-        self._net = net.to(target.device).eval()
+        self._net = net = load_net(plan.folder, target).to(target.device)
         parts = TargetParts.of(target, codec, decoder.end_token_ids)
         self._embedding, self._head = parts.embedding, parts.head
         self.layers = net.config.target_layer_ids
@@ -179,12 +175,4 @@ def _figures(decoded: Mapping[str, SpeculationCounts]) -> dict[str, dict[str, ob
     together = SpeculationCounts()
     for counts in decoded.values():
         together.add(counts)
-    figures: dict[str, dict[str, object]] = {}
-    for name, counts in ({**decoded, ALL: together}).items():
-        tau = counts.emitted_per_step
-        figures[name] = {
-            "steps": counts.steps,
-            "emitted_per_step": None if tau is None else round(tau, 4),
-            "accepted_by_position": survival_of(counts.accepted_hist, counts.steps),
-        }
-    return figures
+    return {name: figures(counts) for name, counts in ({**decoded, ALL: together}).items()}

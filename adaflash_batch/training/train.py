@@ -25,12 +25,7 @@ from adaflash_batch.drafter import checkpoint
 from adaflash_batch.drafter.vocabulary import VOCABULARY, load_vocabulary
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.training.card import card, results
-from adaflash_batch.training.claims import (
-    StoreSettings,
-    claim,
-    is_made_from,
-    locked,
-)
+from adaflash_batch.training.claims import StoreSettings, claim, is_made_from, locked
 from adaflash_batch.training.parts import new_net
 from adaflash_batch.training.plan import TrainingPlan
 from adaflash_batch.training.sources import Sources
@@ -119,15 +114,16 @@ class _Training:
         return Pretraining(
             trainer=trainer,
             rounds=_rounds(plan),
-            evaluator=self._evaluator(held_out, compute) if held_out else None,
+            evaluator=self._evaluator(held_out, head, compute) if held_out else None,
             folder=plan.work,
             cursor=cursor,
             save_every=plan.save_every,
             evaluate_every=plan.evaluate_every,
         )
 
-    def _evaluator(self, held_out: list[StoredTrajectory], dtype: torch.dtype) -> Evaluator:
-        head = self._head()
+    def _evaluator(
+        self, held_out: list[StoredTrajectory], head: Head, dtype: torch.dtype
+    ) -> Evaluator:
         weight = head.weight.to(dtype)
         return Evaluator(
             held_out,
