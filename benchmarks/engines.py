@@ -18,7 +18,11 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from adaflash_batch.engine.decoder import Decoder
+    from adaflash_batch.request import Completion
 
 Prompts = list[list[int]]
 _RESTARTED = "BENCHMARK_ENGINE_RESTARTED"
@@ -45,20 +49,11 @@ class Ours:
     def generate(self, prompts: Prompts, max_new_tokens: int) -> dict[str, float]:
         """See Engine; also the median time of steps without prefill."""
         from adaflash_batch.engine.decoder import Decoder
-        from adaflash_batch.request import Request, RowKey, Sampling
 
         kv_tokens = len(prompts) * (self._longest + max_new_tokens + 64)
         decoder = Decoder(self._target, max_running=len(prompts), kv_tokens=kv_tokens)
-        sampling = Sampling(max_new_tokens=max_new_tokens, ignore_eos=True)
-        for row, ids in enumerate(prompts):
-            decoder.add(Request(RowKey(0, row, 0), ids, sampling, identity=row))
-        tokens, steps = 0, []
-        while decoder.has_work:
-            before, began = decoder.num_prefilled, time.perf_counter()
-            tokens += sum(len(completion.token_ids) for completion in decoder.step())
-            if decoder.num_prefilled == before and decoder.num_running == len(prompts):
-                steps.append(time.perf_counter() - began)
-        return {"tokens": tokens, "step": statistics.median(steps)}
+        completions, step = decode_all(decoder, prompts, max_new_tokens)
+        return {"tokens": sum(len(each.token_ids) for each in completions), "step": step}
 
     def floor(self, rows: int) -> float:
         """Seconds of a step's matrix products alone, the packed weights of this model in turn."""
@@ -74,6 +69,24 @@ class Ours:
                     layer(x)
                 times.append(time.perf_counter() - began)
         return statistics.median(times)
+
+
+def decode_all(
+    decoder: Decoder, prompts: Prompts, max_new_tokens: int
+) -> tuple[list[Completion], float]:
+    """Decode at once, each to its longest; also the median seconds of steps without prefill."""
+    from adaflash_batch.request import Request, RowKey, Sampling
+
+    sampling = Sampling(max_new_tokens=max_new_tokens, ignore_eos=True)
+    for row, ids in enumerate(prompts):
+        decoder.add(Request(RowKey(0, row, 0), ids, sampling, identity=row))
+    completions, steps = [], []
+    while decoder.has_work:
+        before, began = decoder.num_prefilled, time.perf_counter()
+        completions += decoder.step()
+        if decoder.num_prefilled == before and decoder.num_running == len(prompts):
+            steps.append(time.perf_counter() - began)
+    return completions, statistics.median(steps)
 
 
 class Transformers:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from decode import token_ids
+from engines import decode_all
 
 from adaflash_batch import models
 from adaflash_batch.adapt.new_drafter import build_config, member_fields, shape_like
@@ -38,7 +39,6 @@ from adaflash_batch.engine.assembly import load_net
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.engine.drafting import BlockDrafter
 from adaflash_batch.engine.target import Target
-from adaflash_batch.request import Request, RowKey, Sampling
 from adaflash_batch.stats import SpeculationCounts
 
 _HERE = Path(__file__).parent
@@ -94,7 +94,7 @@ class Result:
 
 
 def decode(
-    target: Target, candidate: Candidate, width: int, prompts: Sequence[list[int]], most: int
+    target: Target, candidate: Candidate, width: int, prompts: list[list[int]], most: int
 ) -> Turn:
     """Decode prompts at once, each to its longest."""
     longest = max(map(len, prompts)) + most + 64
@@ -109,18 +109,12 @@ def decode(
         token_budget=max(1024, 64 * len(prompts)),
         kv_tokens=len(prompts) * longest,
     )
-    sampling = Sampling(max_new_tokens=most, ignore_eos=True)
-    for row, ids in enumerate(prompts):
-        decoder.add(Request(RowKey(0, row, 0), ids, sampling, identity=row))
-    tokens, steps, counts, began = 0, [], SpeculationCounts(), time.perf_counter()
-    while decoder.has_work:
-        before, start = decoder.num_prefilled, time.perf_counter()
-        for completion in decoder.step():
-            tokens += len(completion.token_ids)
-            counts.add(completion.counts)
-        if decoder.num_prefilled == before and decoder.num_running == len(prompts):
-            steps.append(time.perf_counter() - start)
-    return Turn(tokens, time.perf_counter() - began, statistics.median(steps), counts)
+    began = time.perf_counter()
+    completions, step = decode_all(decoder, prompts, most)
+    seconds, counts = time.perf_counter() - began, SpeculationCounts()
+    for completion in completions:
+        counts.add(completion.counts)
+    return Turn(sum(len(each.token_ids) for each in completions), seconds, step, counts)
 
 
 def checkpoint(folder: Path, target: Target) -> Candidate:

@@ -57,6 +57,17 @@ def alphabet_model_folder(path: Path) -> Path:
     return path
 
 
+def letter_texts(seed: int, count: int) -> list[str]:
+    dice = random.Random(seed)
+    return ["".join(dice.choices(LETTERS, k=dice.randint(2, 9))) for _ in range(count)]
+
+
+def few_prompts(path: Path, seed: int) -> Path:
+    """80 of them, every eighth held out."""
+    split = ["heldout" if row % 8 == 0 else "train" for row in range(80)]
+    return write_rows(path, {"prompt": letter_texts(seed, 80), "split": split})
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return alphabet_model_folder(tmp_path_factory.mktemp("alphabet") / "model")
@@ -64,12 +75,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    dice = random.Random(0)
-    texts = ["".join(dice.choices(LETTERS, k=dice.randint(2, 9))) for _ in range(120)]
     split = ["heldout" if row % 12 < 2 else "train" for row in range(120)]
     # What cannot be decoded costs nobody else.
     rows = {
-        "prompt": pa.array([None, "x" * 300, *texts]),
+        "prompt": pa.array([None, "x" * 300, *letter_texts(0, 120)]),
         "domain": ["even", "odd", *["even", "odd"] * 60],
         "split": ["train", "train", *split],
     }

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from folders import tiny_drafter_folder, write_rows
+from folders import tiny_drafter_folder
 from safetensors.torch import save_file
 from test_drafter_commands import (
-    LETTERS,
     alphabet_model_folder,
     assert_same_weights,
     call,
+    few_prompts,
     killed_when,
     measure,
     train,
@@ -49,11 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    dice = random.Random(2)
-    texts = ["".join(dice.choices(LETTERS, k=dice.randint(2, 9))) for _ in range(80)]
-    split = ["heldout" if row % 8 == 0 else "train" for row in range(80)]
-    folder = tmp_path_factory.mktemp("prompts")
-    return write_rows(folder / "prompts.parquet", {"prompt": texts, "split": split})
+    return few_prompts(tmp_path_factory.mktemp("prompts") / "prompts.parquet", seed=2)
 
 
 @pytest.fixture(scope="module")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
 import torch
-from folders import write_rows
 from test_drafter_commands import (
-    LETTERS,
     alphabet_model_folder,
     assert_same_weights,
+    few_prompts,
     killed_when,
     plan_of,
     train,
@@ -30,11 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    dice = random.Random(1)
-    texts = ["".join(dice.choices(LETTERS, k=dice.randint(2, 9))) for _ in range(80)]
-    split = ["heldout" if row % 8 == 0 else "train" for row in range(80)]
-    folder = tmp_path_factory.mktemp("prompts")
-    return write_rows(folder / "prompts.parquet", {"prompt": texts, "split": split})
+    return few_prompts(tmp_path_factory.mktemp("prompts") / "prompts.parquet", seed=1)
 
 
 def chunks(store: Path) -> dict[Path, int]:

@@ -13,7 +13,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,11 +95,8 @@ def inspect(folder: str | Path) -> CheckpointView:
     config = parse(fields, max(fields.integers("target_layer_ids")) + 2)
     paths, count = _weight_files(folder, fields), 0
     for path in paths:
-        try:
-            with safe_open(path, framework="pt") as file:
-                shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise fields.refuse(f"{path.name} is not a whole safetensors file: {error}") from error
+        with _opened(path, fields) as file:
+            shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
         count += sum(math.prod(shape) for shape in shapes)
     own = fields.raw.get("adaflash")
     size = sum(path.stat().st_size for path in paths)
@@ -232,16 +230,23 @@ def _read_tensors(folder: Path, fields: Fields) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     copies = _TARGET_COPIES if fields.raw["architectures"][0] in WITH_TARGET_COPIES else ()
     for path in _weight_files(folder, fields):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    if name in copies:
-                        _check_copy(fields, name, file.get_slice(name).get_shape())
-                    else:
-                        tensors[name] = file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise fields.refuse(f"{path.name} is not a whole safetensors file: {error}") from error
+        with _opened(path, fields) as file:
+            for name in file.keys():  # noqa: SIM118
+                if name in copies:
+                    _check_copy(fields, name, file.get_slice(name).get_shape())
+                else:
+                    tensors[name] = file.get_tensor(name)
     return tensors
+
+
+@contextmanager
+def _opened(path: Path, fields: Fields) -> Iterator[Any]:
+    """A weight file; what cannot be read of it, also later, is a ConfigError."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise fields.refuse(f"{path.name} is not a whole safetensors file: {error}") from error
 
 
 def _check_copy(fields: Fields, name: str, shape: list[int]) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from adaflash_batch import models
 from adaflash_batch.adapt.evaluate import Acceptance, evaluate
 from adaflash_batch.drafter.vocabulary import load_vocabulary
-from adaflash_batch.engine.assembly import DecoderPlan, build_decoder, load_net
+from adaflash_batch.engine.assembly import DecoderPlan, load_net
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.exchange import Trajectory
@@ -22,7 +22,7 @@ from adaflash_batch.stats import SpeculationCounts
 from adaflash_batch.text import TextCodec
 from adaflash_batch.training.card import ALL, figures, results
 from adaflash_batch.training.decoding import run
-from adaflash_batch.training.parts import TargetParts
+from adaflash_batch.training.parts import TargetParts, load_target
 from adaflash_batch.training.prompts import PromptFiles, Row
 
 
@@ -55,12 +55,7 @@ def evaluate_drafter(plan: EvaluationPlan, *, notify: Callable[[str], None]) -> 
     """
     files = PromptFiles.open(plan.prompts, plan.prompt_column, plan.messages_column)
     model = models.locate(plan.model, notify=notify)
-    notify(f"loading {plan.model}")
-    decoder = build_decoder(_decoder_plan(plan, model), notify=notify)
-    codec = TextCodec.load(model, context=decoder.context)
-    codec.check_content(files.content.kind)
-    ends = codec.end_token_ids(models.generation_defaults(model))
-    decoder.end_token_ids = frozenset(token for token in ends if token < decoder.vocab_size)
+    decoder, codec = load_target(_decoder_plan(plan, model), files, notify)
     forced = _TeacherForced(plan, decoder, codec)
     requests, refused = _requests(plan, _choose(files, plan.most_prompts), codec)
     if not requests:

@@ -1,4 +1,4 @@
-"""What training a drafter needs of its target, once decoding is done."""
+"""What training and measuring a drafter need of its target."""
 
 from __future__ import annotations
 
@@ -22,11 +22,27 @@ from adaflash_batch.adapt.new_drafter import (
 from adaflash_batch.drafter.checkpoint import TargetFacts
 from adaflash_batch.drafter.config import DrafterConfig, build_target_layer_ids
 from adaflash_batch.drafter.model import DFlash, initialise
+from adaflash_batch.engine.assembly import DecoderPlan, build_decoder
+from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.engine.target import Target
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.text import TextCodec
 from adaflash_batch.training.beginning import begun_net
 from adaflash_batch.training.plan import TrainingPlan
+from adaflash_batch.training.prompts import PromptFiles
+
+
+def load_target(
+    plan: DecoderPlan, files: PromptFiles, notify: Callable[[str], None]
+) -> tuple[Decoder, TextCodec]:
+    """A decoder and the codec of its target, ready for these prompts. Raises AdaflashError."""
+    notify(f"loading {plan.name}")
+    decoder = build_decoder(plan, notify=notify)
+    codec = TextCodec.load(plan.folder, context=decoder.context)
+    codec.check_content(files.content.kind)
+    ends = codec.end_token_ids(models.generation_defaults(plan.folder))
+    decoder.end_token_ids = frozenset(token for token in ends if token < decoder.vocab_size)
+    return decoder, codec
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 from adaflash_batch import models
 from adaflash_batch.adapt.trajectory_store import StoredTrajectory, Taps, TrajectoryStore
-from adaflash_batch.engine.assembly import DecoderPlan, build_decoder
+from adaflash_batch.engine.assembly import DecoderPlan
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.report.live import duration
 from adaflash_batch.text import TextCodec
 from adaflash_batch.training.claims import StoreSettings, claim_store, locked
 from adaflash_batch.training.decoding import DecodingCounts, TrajectoryDecoder, sampled_sampling
-from adaflash_batch.training.parts import TargetParts, drafter_config
+from adaflash_batch.training.parts import TargetParts, drafter_config, load_target
 from adaflash_batch.training.sources import Sources
 from adaflash_batch.training.ticker import Ticker
 
@@ -124,24 +124,15 @@ class Texts:
             )
 
     def _load(self) -> tuple[Decoder, TextCodec]:
-        plan = self._plan
-        self._notify(f"loading {plan.model}")
-        decoder = build_decoder(
-            DecoderPlan(
-                folder=self._model,
-                name=plan.model,
-                dtype=plan.dtype,
-                concurrency=self._settings.concurrency,
-                kv_bytes=plan.kv_bytes,
-                threads=plan.threads,
-            ),
-            notify=self._notify,
+        plan = DecoderPlan(
+            folder=self._model,
+            name=self._plan.model,
+            dtype=self._plan.dtype,
+            concurrency=self._settings.concurrency,
+            kv_bytes=self._plan.kv_bytes,
+            threads=self._plan.threads,
         )
-        codec = TextCodec.load(self._model, context=decoder.context)
-        codec.check_content(self._files.content.kind)
-        ends = codec.end_token_ids(models.generation_defaults(self._model))
-        decoder.end_token_ids = frozenset(token for token in ends if token < decoder.vocab_size)
-        return decoder, codec
+        return load_target(plan, self._files, self._notify)
 
     def _decoder(self) -> TrajectoryDecoder:
         plan = self._plan
