@@ -109,7 +109,7 @@ WITHOUT_TORCH = [
     *("cli", "training.commands", "training.plan", "training.prompts"),
     *("errors", "exchange", "request", "spec", "spec_sources", "stats"),
     *("engine.pages", "engine.scheduler", "report.live"),
-    *("adapt.control", "adapt.replay"),
+    *("adapt.control", "adapt.replay", "adapt.round_report"),
     *(module.removeprefix(f"{PACKAGE}.") for module in MODULES if room_of(module) == "shards"),
 ]
 
