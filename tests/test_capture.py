@@ -158,3 +158,14 @@ def test_states_serve_a_trainer(llama: Target) -> None:
     loss = (trajectory.features @ weight.T).sum() + (trajectory.last_hidden @ hidden.T).sum()
     loss.backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None
+
+
+def test_a_trajectory_holds_no_more_memory_than_it_says(llama: Target) -> None:
+    """A text that ends early must not keep what was set aside for the longest one."""
+    requests = as_requests(random_prompts(6), Sampling(max_new_tokens=60))
+    _, found, done = capturing(llama, requests, ends=frozenset(range(2, 40)))
+    assert min(len(completion.token_ids) for completion in done.values()) < 30
+    for each in found.values():
+        assert each.last_hidden is not None
+        for tensor in (each.token_ids, each.features, each.last_hidden):
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes

@@ -13,6 +13,7 @@ import transformers
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.engine.drafting import DraftBatch, Drafter
 from adaflash_batch.engine.target import Target
+from adaflash_batch.exchange import DrafterWeights
 from adaflash_batch.kernels.paged_attention import PackedStep
 from adaflash_batch.request import Completion, Request, RowKey, Sampling
 
@@ -86,6 +87,10 @@ class ScriptedDrafter:
         """See engine.drafting.Drafter."""
         assert features.shape == (positions.shape[0], 2 * 32)
         assert positions.shape[0] == int(step.length.sum())
+
+    def adopt(self, weights: DrafterWeights) -> None:
+        """See engine.drafting.Drafter."""
+        self.version = weights.version
 
 
 def replaying(

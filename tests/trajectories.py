@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from nets import TINY, random_drafter, random_rows
 from torch import Tensor
@@ -25,6 +27,13 @@ def trajectory(row: int, length: int = 20, config: DrafterConfig = TINY) -> Traj
     )
 
 
+def of_size(row: int, num_bytes: int) -> Trajectory:
+    """One whose tensors take this much memory, and say nothing."""
+    nothing = torch.empty(0, dtype=torch.uint8)
+    states = torch.empty(num_bytes, 1, dtype=torch.uint8)
+    return Trajectory(RowKey(0, row, 0), nothing, 1, states, None, 0)
+
+
 TRAJECTORIES = [trajectory(row, 15 + row) for row in range(6)]
 TABLE = random_rows(TINY.vocab_size, TINY.hidden_size, torch.float32, 77)
 
@@ -38,3 +47,12 @@ def blocks_of(config: DrafterConfig) -> tuple[Blocks, Tensor, Tensor]:
     hidden = forward_blocks(net, blocks, features, embeddings).detach()
     teacher = torch.cat([t.last_hidden for t in chosen if t.last_hidden is not None]).double()
     return blocks, hidden, teacher
+
+
+_CYCLE = (3, 17, 42, 8, 61)
+
+
+def repeating(row: int, length: int = 25) -> Trajectory:
+    """A text that goes round a few tokens, so that a drafter can learn all of it."""
+    tokens = torch.tensor([_CYCLE[(row + place) % len(_CYCLE)] for place in range(length)])
+    return replace(trajectory(row, length), token_ids=tokens, last_hidden=TABLE[tokens[5:]])

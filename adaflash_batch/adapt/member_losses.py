@@ -29,11 +29,13 @@ class MemberLoss:
         value: a scalar with a gradient.
         positions: supervised positions.
         hits: those where the argmax of the lm_head (with the Markov head's part) is the label.
+        clip_rate: see LossStats.
     """
 
     value: Tensor
     positions: int
     hits: int
+    clip_rate: float
 
 
 def member_loss(
@@ -67,7 +69,7 @@ def member_loss(
     if net.confidence_head is not None:
         is_right = stats.hits.view(weights.shape)
         loss = loss + confidence_loss(net.confidence(rows, previous), is_right, weights)
-    return MemberLoss(loss, stats.positions, int(stats.hits.sum()))
+    return MemberLoss(loss, stats.positions, int(stats.hits.sum()), stats.clip_rate)
 
 
 def _markov_bias(net: DFlash, head: Head, rows: Tensor, previous: Tensor) -> Bias | None:

@@ -29,11 +29,16 @@ class Update:
     Attributes:
         loss: before it.
         hit_rate: share of the supervised positions that were drafted right; 0 without any.
-        is_dropped: the loss or the gradient was not finite, so nothing was changed.
+        clip_rate: see LossStats.
+        positions: supervised positions.
+        is_dropped: nothing was changed, since there was nothing to learn from (`positions` is 0) or
+            the loss or the gradient was not finite.
     """
 
     loss: float
     hit_rate: float
+    clip_rate: float
+    positions: int
     is_dropped: bool
 
 
@@ -90,22 +95,34 @@ class DrafterTrainer:
         result = self._loss(trajectories, generator)
         rate_of_hits = result.hits / result.positions if result.positions else 0.0
         loss = float(result.value.detach())
-        if not result.value.requires_grad or not math.isfinite(loss):
-            return Update(loss, rate_of_hits, is_dropped=True)
-        result.value.backward()  # type: ignore[no-untyped-call]
+        is_sound = result.value.requires_grad and math.isfinite(loss)
+        if is_sound:
+            is_sound = self._step(result.value, rate)
+        return Update(loss, rate_of_hits, result.clip_rate, result.positions, not is_sound)
+
+    def _step(self, loss: Tensor, rate: float) -> bool:
+        """Move the weights; False, and nothing moves, where the gradient is not finite."""
+        loss.backward()  # type: ignore[no-untyped-call]
         self._collect_gradients()
         is_sound = self._clip_gradients()
         if is_sound:
             self._optimiser.step(rate)
             self._spread_weights()
         self._optimiser.zero_grad()
-        return Update(loss, rate_of_hits, is_dropped=not is_sound)
+        return is_sound
+
+    @torch.no_grad()
+    def pull(self, weights: Mapping[str, Tensor], share: float) -> None:
+        """Move the weights this share of the way to others, by name."""
+        for name, parameter in self.net.named_parameters():
+            parameter.lerp_(weights[name], share)
+        self._spread_weights()
 
     def _loss(self, trajectories: Sequence[Trajectory], generator: torch.Generator) -> MemberLoss:
         config = self.net.config
         blocks = sample_blocks(trajectories, config, self._gamma, self._anchors, generator)
         if not blocks.spans:
-            return MemberLoss(self._embedding.new_zeros(()), 0, 0)
+            return MemberLoss(self._embedding.new_zeros(()), 0, 0, 0.0)
         place, dtype = self._embedding.device, self._embedding.dtype
         features = pack_features(blocks, trajectories).to(place, dtype)
         teacher = pack_teacher(trajectories) if self.needs_teacher else None

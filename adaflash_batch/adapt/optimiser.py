@@ -76,6 +76,7 @@ class Optimiser:
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from a `state`."""
         for part in self._parts:
+            part.state.clear()  # a state from before the first step has nothing for a parameter
             for group in part.param_groups:
                 for parameter in group["params"]:
                     name = next(n for n, p in self._named.items() if p is parameter)

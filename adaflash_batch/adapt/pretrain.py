@@ -6,7 +6,6 @@ weights that it would have had.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from adaflash_batch.adapt.evaluate import Acceptance, evaluate
 from adaflash_batch.adapt.optimise import DrafterTrainer, learning_rate
+from adaflash_batch.adapt.randomness import seed_of
 from adaflash_batch.adapt.training_state import Cursor, save_state
 from adaflash_batch.adapt.trajectory_store import StoredTrajectory
 from adaflash_batch.drafter.model import DFlash, Head
@@ -56,9 +56,7 @@ class Rounds:
 
     def generator(self, *purpose: object) -> torch.Generator:
         """Randomness for one purpose of this training."""
-        name = repr((self.seed, *purpose)).encode()
-        seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
-        return torch.Generator().manual_seed(seed & (2**63 - 1))
+        return torch.Generator().manual_seed(seed_of(self.seed, *purpose))
 
     def rate_at(self, number: int, step: int, num_steps: int) -> float:
         """The learning rate of a step of a round, both 0-based."""

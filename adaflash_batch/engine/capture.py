@@ -110,13 +110,16 @@ class Capture:
         """Hand over a finished request."""
         with torch.inference_mode(False):
             tokens = torch.tensor(token_ids)
+            # Copied: whoever keeps a trajectory must not keep memory for the longest one.
+            features = recording.features[: recording.num_features].clone()
+            last_hidden = recording.last_hidden[: recording.num_hidden].clone()
         self._emit(
             Trajectory(
                 key=request.key,
                 token_ids=tokens,
                 prompt_length=len(request.token_ids),
-                features=recording.features[: recording.num_features],
-                last_hidden=recording.last_hidden[: recording.num_hidden],
+                features=features,
+                last_hidden=last_hidden,
                 first_hidden=len(request.token_ids) - 1,
             )
         )

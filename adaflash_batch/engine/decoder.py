@@ -4,69 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from adaflash_batch.engine.accept import emitted_tokens
-from adaflash_batch.engine.capture import Capture, Piece, Recording
+from adaflash_batch.engine.capture import Capture
 from adaflash_batch.engine.drafting import DraftBatch, Drafter
+from adaflash_batch.engine.in_flight import Entry, Item, piece_of
 from adaflash_batch.engine.packing import Packed, PageTable, pack, ranges
 from adaflash_batch.engine.pages import PagePool
 from adaflash_batch.engine.sampling import ChoiceBlock, TokenHistory, choose
 from adaflash_batch.engine.scheduler import Scheduled, Scheduler
 from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
 from adaflash_batch.engine.target import Target
-from adaflash_batch.exchange import Trajectory
+from adaflash_batch.exchange import DrafterWeights, Trajectory
 from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.kernels.paged_attention import PackedStep
 from adaflash_batch.request import Completion, FinishReason, Request, RowError, Timing
 from adaflash_batch.stats import SpeculationCounts
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """A request on its way."""
-
-    request: Request
-    sequence: ScheduledSequence
-    tokens: list[int]
-    added: float
-    admitted: float | None = None
-    first_token: float | None = None
-    history: TokenHistory | None = None
-    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
-    recording: Recording | None = None
-    reason: FinishReason | None = None
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.token_ids)
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.tokens) - self.num_prompt
-
-
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """One request's part in this step, with its drafts.
-
-    num_choices: rows of logits wanted, none in the middle of a prefill.
-    """
-
-    entry: _Entry
-    scheduled: Scheduled
-    drafts: list[int]
-    num_drafted: int
-    num_choices: int
-
-    @property
-    def is_verification(self) -> bool:
-        """Whether a text is extended, rather than a prompt (or a preempted text) computed."""
-        entry = self.entry
-        return entry.num_generated > 0 and self.scheduled.sequence.is_decoding
 
 
 class Decoder:
@@ -115,9 +71,10 @@ class Decoder:
         self._table = PageTable(max_running, longest)
         self.end_token_ids = end_token_ids
         self._clock = clock
-        self._entries: dict[ScheduledSequence, _Entry] = {}
+        self._entries: dict[ScheduledSequence, Entry] = {}
         self._finished: list[Completion] = []
         self._capture: Capture | None = None
+        self._newest: Callable[[], DrafterWeights | None] | None = None
         self.num_steps = 0
         self.num_generated = 0
         self.num_prefilled = 0
@@ -131,6 +88,14 @@ class Decoder:
         """From now on hand the states of every finished request to `emit`; see `Capture`."""
         assert not self._entries, "requests are on their way already"
         self._capture = Capture(self._target, layer_ids, emit)
+
+    def follow(self, newest: Callable[[], DrafterWeights | None]) -> None:
+        """From now on draft with the weights that `newest` gives, where it gives some.
+
+        It is asked before every step: between drafting and verifying weights never change.
+        """
+        assert self._drafter is not None, "nothing drafts here"
+        self._newest = newest
 
     @property
     def has_work(self) -> bool:
@@ -169,7 +134,7 @@ class Decoder:
         assert prompt, "a prompt has at least one token"
         limit = len(prompt) + sampling.max_new_tokens
         sequence = ScheduledSequence(known=len(prompt), limit=limit)
-        entry = _Entry(request, sequence, list(prompt), added=self._clock())
+        entry = Entry(request, sequence, list(prompt), added=self._clock())
         if sampling.reshapes_logits:
             entry.history = TokenHistory(prompt=frozenset(prompt))
         error = self._misfit(limit, sequence)
@@ -194,6 +159,7 @@ class Decoder:
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """Advance every scheduled request once; return what is finished."""
+        self._adopt()
         plan = self._scheduler.plan(self._width)
         assert plan or not self._entries, "requests are left and none of them can move"
         if plan:
@@ -207,7 +173,13 @@ class Decoder:
         finished, self._finished = self._finished, []
         return finished
 
-    def _draft(self, plan: list[Scheduled]) -> list[_Item]:
+    def _adopt(self) -> None:
+        """Take new weights for the drafter, if there are some."""
+        weights = None if self._newest is None else self._newest()
+        if weights is not None and self._drafter is not None:
+            self._drafter.adopt(weights)
+
+    def _draft(self, plan: list[Scheduled]) -> list[Item]:
         """Ask the drafter for those that verify drafts in this step."""
         wanting = [item for item in plan if item.width > 0]
         drafts: dict[ScheduledSequence, list[int]] = {}
@@ -224,13 +196,13 @@ class Decoder:
                 self._mark_version(self._entries[sequence].counts)
         return [self._item(scheduled, drafts.get(scheduled.sequence, [])) for scheduled in plan]
 
-    def _item(self, scheduled: Scheduled, drafts: list[int]) -> _Item:
+    def _item(self, scheduled: Scheduled, drafts: list[int]) -> Item:
         entry = self._entries[scheduled.sequence]
         if entry.admitted is None:
             entry.admitted = self._clock()
         sequence, kept = scheduled.sequence, drafts[: scheduled.width]
         is_complete = sequence.computed + scheduled.num_known == sequence.known
-        return _Item(entry, scheduled, kept, len(drafts), len(kept) + 1 if is_complete else 0)
+        return Item(entry, scheduled, kept, len(drafts), len(kept) + 1 if is_complete else 0)
 
     def _mark_version(self, counts: SpeculationCounts) -> None:
         assert self._drafter is not None
@@ -238,7 +210,7 @@ class Decoder:
             counts.drafter_first = self._drafter.version
         counts.drafter_last = self._drafter.version
 
-    def _pack(self, items: list[_Item]) -> Packed:
+    def _pack(self, items: list[Item]) -> Packed:
         pieces, contexts = [], []
         for item in items:
             begin = item.scheduled.sequence.computed
@@ -247,7 +219,7 @@ class Decoder:
             contexts.append(begin)
         return pack(pieces, contexts, [item.num_choices for item in items])
 
-    def _verify(self, items: list[_Item], packed: Packed) -> tuple[list[int], list[bool]]:
+    def _verify(self, items: list[Item], packed: Packed) -> tuple[list[int], list[bool]]:
         """One target forward; the target's choice behind every anchor and draft."""
         sequences = [item.scheduled.sequence for item in items]
         step = PackedStep(packed.start, packed.length, packed.context, self._table.rows(sequences))
@@ -260,7 +232,7 @@ class Decoder:
         )
         return choose(logits, [self._block(item) for item in items if item.num_choices])
 
-    def _block(self, item: _Item) -> ChoiceBlock:
+    def _block(self, item: Item) -> ChoiceBlock:
         entry = item.entry
         request = entry.request
         return ChoiceBlock(
@@ -272,12 +244,12 @@ class Decoder:
             end_ids=self._ends(entry),
         )
 
-    def _ends(self, entry: _Entry) -> frozenset[int]:
+    def _ends(self, entry: Entry) -> frozenset[int]:
         sampling = entry.request.sampling
         own = frozenset() if sampling.ignore_eos else self.end_token_ids
         return own.union(sampling.stop_token_ids) if sampling.stop_token_ids else own
 
-    def _commit(self, items: list[_Item], choices: list[int], sound: list[bool]) -> list[int]:
+    def _commit(self, items: list[Item], choices: list[int], sound: list[bool]) -> list[int]:
         """Extend the texts. Returns for each item how many of its tokens stay in KV memory."""
         kept, row = [], 0
         for item in items:
@@ -286,7 +258,7 @@ class Decoder:
             row += count
         return kept
 
-    def _advance(self, item: _Item, choices: list[int], sound: list[bool]) -> int:
+    def _advance(self, item: Item, choices: list[int], sound: list[bool]) -> int:
         entry, sequence = item.entry, item.scheduled.sequence
         num_known = item.scheduled.num_known
         if not item.is_verification:
@@ -311,9 +283,7 @@ class Decoder:
             return 0
         return num_known + accepted
 
-    def _until_end(
-        self, entry: _Entry, emitted: list[int]
-    ) -> tuple[list[int], FinishReason | None]:
+    def _until_end(self, entry: Entry, emitted: list[int]) -> tuple[list[int], FinishReason | None]:
         """Cut behind the token that ends the text, if one does."""
         ends, watch = self._ends(entry), entry.request.stop_watch
         room = entry.request.sampling.max_new_tokens - entry.num_generated
@@ -322,7 +292,7 @@ class Decoder:
                 return emitted[:count], "stop"
         return emitted[:room], "length" if len(emitted) >= room else None
 
-    def _extend(self, entry: _Entry, emitted: list[int]) -> None:
+    def _extend(self, entry: Entry, emitted: list[int]) -> None:
         entry.tokens += emitted
         entry.sequence.known += len(emitted)
         self.num_generated += len(emitted)
@@ -331,15 +301,13 @@ class Decoder:
         if entry.first_token is None:
             entry.first_token = self._clock()
 
-    def _finish(self, entry: _Entry, reason: FinishReason, error: RowError | None = None) -> None:
+    def _finish(self, entry: Entry, reason: FinishReason, error: RowError | None = None) -> None:
         entry.reason = reason
         self._scheduler.remove(entry.sequence)
         del self._entries[entry.sequence]
         self._finished.append(self._completion(entry, reason, error))
 
-    def _completion(
-        self, entry: _Entry, reason: FinishReason, error: RowError | None
-    ) -> Completion:
+    def _completion(self, entry: Entry, reason: FinishReason, error: RowError | None) -> Completion:
         now = self._clock()
         admitted = entry.admitted if entry.admitted is not None else now
         first = entry.first_token if entry.first_token is not None else now
@@ -354,7 +322,7 @@ class Decoder:
             error=error,
         )
 
-    def _absorb(self, items: list[_Item], packed: Packed, kept: Sequence[int]) -> None:
+    def _absorb(self, items: list[Item], packed: Packed, kept: Sequence[int]) -> None:
         """Give the drafter what the target saw of the tokens that stay."""
         if self._drafter is None:
             return
@@ -369,22 +337,13 @@ class Decoder:
         features = self._target.tapped(self._drafter.tapped_layers, rows)
         self._drafter.absorb(step, torch.from_numpy(packed.positions)[rows], features)
 
-    def _record(self, items: list[_Item], packed: Packed) -> None:
+    def _record(self, items: list[Item], packed: Packed) -> None:
         """Keep what the target saw, of the texts that end in this step too."""
         if self._capture is None:
             return
         places = zip(items, packed.start.tolist(), packed.context.tolist(), strict=True)
-        self._capture.record([_piece(*each) for each in places])
+        self._capture.record([piece_of(*each) for each in places])
         for item in items:
             entry = item.entry
             if entry.recording is not None and entry.reason in ("stop", "length"):
                 self._capture.finish(entry.recording, entry.request, entry.tokens)
-
-
-def _piece(item: _Item, row: int, position: int) -> Piece:
-    """What stays of it, after `_commit`, which moved `computed` behind the last such token."""
-    entry, num_known = item.entry, item.scheduled.num_known
-    assert entry.recording is not None
-    count = item.scheduled.sequence.computed - position
-    num_chosen = count - num_known + 1 if item.num_choices and count else 0
-    return Piece(entry.recording, row, position, count, item.num_choices, num_chosen)

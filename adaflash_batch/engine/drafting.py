@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,8 @@ import torch
 
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.engine.target import Target
+from adaflash_batch.errors import ConfigError
+from adaflash_batch.exchange import DrafterWeights
 from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.kernels.paged_attention import (
     Attention,
@@ -69,6 +71,12 @@ class Drafter(Protocol):
             step: to which requests the T tokens belong.
             positions: int64 [T].
             features: [T, len(tapped_layers) * target hidden size].
+        """
+
+    def adopt(self, weights: DrafterWeights) -> None:
+        """Draft with other weights from now on; what was absorbed stays as it was.
+
+        Raises ConfigError, and changes nothing, where they do not fit.
         """
 
 
@@ -157,6 +165,28 @@ class BlockDrafter:
         cos, sin = self._net.rotary(positions)
         for layer, kv in enumerate(self._kv):
             store_kv(step, kv, *self._net.context_kv(layer, context, cos, sin))
+
+    @torch.no_grad()
+    def adopt(self, weights: DrafterWeights) -> None:
+        """See Drafter. Written in place: projections that lie packed in memory stay so."""
+        own = dict(self._net.named_parameters())
+        problem = _misfit(own, weights.tensors)
+        if problem is not None:
+            raise ConfigError(f"version {weights.version} is not this drafter's: {problem}")
+        for name, parameter in own.items():
+            parameter.copy_(weights.tensors[name])
+        self.version = weights.version
+
+
+def _misfit(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> str | None:
+    """How given weights differ in names or shapes, None if they do not."""
+    if own.keys() != given.keys():
+        missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+        return f"it lacks {missing[0]}" if missing else f"it has {unknown[0]}, which is not known"
+    for name, tensor in own.items():
+        if tensor.shape != given[name].shape:
+            return f"{name} is {list(given[name].shape)} there, {list(tensor.shape)} here"
+    return None
 
 
 def _pages(table: Int32, ends: Int32) -> torch.Tensor:

@@ -1,0 +1,234 @@
+"""When to learn: only while it pays, and never for more than its share of the time.
+
+A job knows how much is left of it. What learning has cost and gained so far is measured, so before
+every piece of work three questions are asked:
+
+    stop     is what one more round would save over the tokens that are left below its price?
+    share    has learning had its share of the time already?
+    restart  learning has stopped: has acceptance fallen behind its own long average since?
+
+(TIDE, arXiv 2602.05145, stops after a round that gained nothing and starts again by two averages.)
+No clock is read here: time comes in as arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from adaflash_batch.stats import SpeculationCounts
+
+
+class Verdict(NamedTuple):
+    """Whether to go on learning now.
+
+    kind: `learn`; `wait`, since the share of the time is used up; `stop`, since it does not pay.
+    reason: why, in words.
+    """
+
+    kind: Literal["learn", "wait", "stop"]
+    reason: str
+
+
+class Allowance:
+    """Seconds that may be spent: a share of the time that passes.
+
+    Spending may begin while something is left, and may then take more; that is owed. So over any
+    stretch of time t no more is spent than share * t + most_saved + the longest single piece, and
+    from the beginning on no more than share * t + the last piece.
+
+    Args:
+        share: from 0 to 1.
+        most_saved: seconds of allowance that are kept where they are not used.
+    """
+
+    def __init__(self, share: float, most_saved: float) -> None:
+        assert 0.0 <= share <= 1.0
+        self._share, self._most_saved = share, most_saved
+        self._left = 0.0
+        self._now: float | None = None
+
+    def is_left(self, now: float) -> bool:
+        """Whether something may be spent."""
+        if self._now is not None:
+            earned = self._share * max(now - self._now, 0.0)
+            self._left = min(self._left + earned, self._most_saved)
+        self._now = now
+        return self._left > 0.0
+
+    def spend(self, seconds: float) -> None:
+        """Charge what was spent."""
+        self._left -= seconds
+
+
+@dataclass(slots=True)
+class Average:
+    """Emitted tokens per step, over about the last `span` steps.
+
+    Attributes:
+        steps: how many, those long past counted less.
+        emitted: their tokens, likewise.
+    """
+
+    span: float
+    steps: float = 0.0
+    emitted: float = 0.0
+
+    def add(self, counts: SpeculationCounts) -> None:
+        """Count what speculation did for a request."""
+        keep = math.exp(-counts.steps / self.span)
+        self.steps = self.steps * keep + counts.steps
+        self.emitted = self.emitted * keep + counts.steps + counts.accepted
+
+    @property
+    def value(self) -> float:
+        """The mean; 1 (no draft was accepted) before the first step."""
+        return self.emitted / self.steps if self.steps else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The constants of a LearningControl.
+
+    Attributes:
+        share: of wall time, for learning.
+        most_saved: see Allowance, seconds.
+        first_gain: what a round is expected to add to τ before any was measured, as a share of it.
+        memory: weight of what was expected against what a round has shown, from 0 to 1.
+        fall: how far the short average of τ must be below the long one, as a share of it.
+        short, long: steps that these averages look back.
+    """
+
+    share: float = 0.3
+    most_saved: float = 5.0
+    first_gain: float = 0.1
+    memory: float = 0.5
+    fall: float = 0.07
+    short: float = 3000.0
+    long: float = 30000.0
+
+
+class LearningControl:
+    """Says before every piece of learning whether to go on.
+
+    Attributes:
+        is_learning: whether learning has not been stopped.
+        expected_gain: what the next round is expected to add to τ, as a share of it.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.is_learning = True
+        self.expected_gain = rules.first_gain
+        self._rules = rules
+        self._allowance = Allowance(rules.share, rules.most_saved)
+        self._price: float | None = None  # seconds of a round
+        self._spent = 0.0  # on the round under way
+        self._short, self._long = Average(rules.short), Average(rules.long)
+
+    def observe(self, counts: SpeculationCounts) -> None:
+        """Take in what speculation did for a finished request."""
+        self._short.add(counts)
+        self._long.add(counts)
+
+    def charge(self, seconds: float) -> None:
+        """Take in what a piece of learning took."""
+        self._spent += seconds
+        self._allowance.spend(seconds)
+
+    def end_round(self, gain: float) -> None:
+        """Take in what the round that was charged for came to.
+
+        Args:
+            gain: what it added to τ of what is served, as a share of it; 0 if it was taken back.
+        """
+        memory = self._rules.memory
+        self.expected_gain = memory * self.expected_gain + (1.0 - memory) * max(gain, 0.0)
+        before = self._spent if self._price is None else self._price
+        self._price = memory * before + (1.0 - memory) * self._spent
+        self._spent = 0.0
+
+    def decide(
+        self,
+        now: float,
+        *,
+        tokens_left: float,
+        seconds_per_token: float,
+        round_done: float = 0.0,
+    ) -> Verdict:
+        """Whether to do the next piece.
+
+        Args:
+            now: seconds, on any clock that does not stand still while learning.
+            tokens_left: tokens that the job has yet to generate.
+            seconds_per_token: what decoding has taken of late for one of them, all requests
+                together, without learning.
+            round_done: share of the round under way that is done.
+        """
+        is_left = self._allowance.is_left(now)
+        fall = self._fall()
+        if not self.is_learning and fall is None:
+            return Verdict("stop", "learning has stopped")
+        # After a fall times have changed: earlier rounds say little about the next one's gain.
+        gain = self.expected_gain if fall is None else self._rules.first_gain
+        ahead = tokens_left * seconds_per_token
+        saving, price = ahead * gain / (1.0 + gain), self._price_left(round_done)
+        terms = _terms(price, saving, ahead)
+        if not saving > (price or 0.0):
+            self._stop()
+            return Verdict("stop", f"learning has stopped: {terms}")
+        self.is_learning, self.expected_gain = True, gain
+        if not is_left:
+            return Verdict("wait", f"learning has had {self._rules.share:.0%} of the time")
+        return Verdict("learn", terms if fall is None else f"{fall}: {terms}")
+
+    def _price_left(self, round_done: float) -> float | None:
+        """Seconds to the end of the round; None where nothing was measured: a first piece tells."""
+        if self._price is not None:
+            return self._price * (1.0 - round_done)
+        return self._spent / round_done * (1.0 - round_done) if round_done > 0.0 else None
+
+    def _fall(self) -> str | None:
+        """That acceptance fell while learning had stopped, in words; None if it did not."""
+        short, long = self._short.value, self._long.value
+        has_fallen = self._is_known and short < long * (1.0 - self._rules.fall)
+        if self.is_learning or not has_fallen:
+            return None
+        return f"τ fell to {short:.2f} from {long:.2f}, learning goes on"
+
+    def _stop(self) -> None:
+        """From here on a fall is one below what is usual now."""
+        self.is_learning = False
+        if self._is_known:
+            # With its full weight: an average of few steps would fall along with the other.
+            self._long.steps = self._rules.long
+            self._long.emitted = self._rules.long * self._short.value
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether the short average has seen enough to say something."""
+        return self._short.steps >= self._rules.short / 2
+
+    def state(self) -> dict[str, float | None]:
+        """What was learnt about learning, for a process that goes on; the allowance begins anew."""
+        averages = {"short": self._short, "long": self._long}
+        kept = {f"{name}_steps": each.steps for name, each in averages.items()}
+        kept |= {f"{name}_emitted": each.emitted for name, each in averages.items()}
+        measured = {"expected_gain": self.expected_gain, "price": self._price}
+        return {"is_learning": float(self.is_learning), **measured, **kept}
+
+    def restore(self, state: Mapping[str, float | None]) -> None:
+        """Go on from a `state`."""
+        known = {name: value for name, value in state.items() if value is not None}
+        self.is_learning = bool(known["is_learning"])
+        self.expected_gain, self._price = known["expected_gain"], known.get("price")
+        for name, average in (("short", self._short), ("long", self._long)):
+            average.steps, average.emitted = known[f"{name}_steps"], known[f"{name}_emitted"]
+
+
+def _terms(price: float | None, saving: float, ahead: float) -> str:
+    saved = f"it would save {saving:.3g} of the {ahead:.3g} s ahead"
+    if price is None:
+        return f"what a round takes is not known yet, {saved}"
+    return f"the round takes {price:.3g} s more, {saved}"

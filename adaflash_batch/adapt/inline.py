@@ -1,0 +1,74 @@
+"""Learning in the decoder's own thread, between its steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from adaflash_batch.adapt.control import LearningControl, Verdict
+from adaflash_batch.adapt.trainer import OnlineTrainer
+from adaflash_batch.stats import SpeculationCounts
+
+
+class InlineLearning:
+    """Runs a trainer by the rules of a control, a piece at a time.
+
+    Args:
+        trainer: whose pieces are done.
+        control: decides about every piece, and is charged what it took.
+        notify: takes lines for people: what rounds came to, when learning stops and goes on.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        trainer: OnlineTrainer,
+        control: LearningControl,
+        *,
+        notify: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.seconds = 0.0
+        self._trainer, self._control = trainer, control
+        self._notify, self._clock = notify, clock
+        self._has_stopped = False
+
+    def observe(self, counts: SpeculationCounts) -> None:
+        """Take in what speculation did for a finished request."""
+        self._control.observe(counts)
+
+    def between_steps(self, *, tokens_left: float, seconds_per_token: float) -> None:
+        """Learn as long as the control lets it; call it after every step.
+
+        Args:
+            tokens_left: that the job has yet to generate.
+            seconds_per_token: that decoding takes, see LearningControl.decide.
+        """
+        self._trainer.collect()
+        while self._trainer.is_ready:
+            verdict = self._control.decide(
+                self._clock(),
+                tokens_left=tokens_left,
+                seconds_per_token=seconds_per_token,
+                round_done=self._trainer.round_done,
+            )
+            self._tell(verdict)
+            if verdict.kind != "learn":
+                return
+            self._do_piece()
+
+    def _do_piece(self) -> None:
+        began = self._clock()
+        report = self._trainer.advance()
+        taken = self._clock() - began
+        self.seconds += taken
+        self._control.charge(taken)
+        if report is not None:
+            self._control.end_round(report.gain)
+            self._notify(report.describe())
+
+    def _tell(self, verdict: Verdict) -> None:
+        has_stopped = verdict.kind == "stop"
+        if has_stopped != self._has_stopped:
+            self._notify(verdict.reason)
+        self._has_stopped = has_stopped

@@ -1,0 +1,51 @@
+"""What a round of learning came to, for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """What came of a round.
+
+    Attributes:
+        number: of the round, from 1.
+        updates: that changed something.
+        seconds: that its work took.
+        loss: mean over its updates; NaN without any.
+        clip_rate: share of the vocabulary entries of supervised positions that were clipped.
+        tau_before: τ of the served weights on held-back texts; None where it did not come to that.
+        tau_after: τ of the round's weights on the same.
+        version: that is served now.
+        fault: why the round was taken back; None where it was published.
+    """
+
+    number: int
+    updates: int
+    seconds: float
+    loss: float
+    clip_rate: float
+    tau_before: float | None
+    tau_after: float | None
+    version: int
+    fault: str | None
+
+    @property
+    def gain(self) -> float:
+        """What it added to τ of what is served, as a share of it."""
+        if self.fault is not None or self.tau_before is None or self.tau_after is None:
+            return 0.0
+        return self.tau_after / self.tau_before - 1.0
+
+    def describe(self) -> str:
+        """One line."""
+        parts = [f"learning, round {self.number}: {self.updates} updates in {self.seconds:.1f} s"]
+        if self.updates:
+            parts.append(f"loss {self.loss:.3f}")
+        if self.clip_rate:
+            parts.append(f"{self.clip_rate:.2%} clipped")
+        if self.tau_before is not None and self.tau_after is not None:
+            parts.append(f"τ {self.tau_before:.3f} -> {self.tau_after:.3f} on held-back rows")
+        ending = "published as" if self.fault is None else f"{self.fault}, back to"
+        return ", ".join(parts) + f": {ending} version {self.version}"

@@ -1,0 +1,121 @@
+"""Which of two versions of a drafter is the better one, told by the same held-back texts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from adaflash_batch.adapt.evaluate import Acceptance, evaluate
+from adaflash_batch.adapt.losses import Head
+from adaflash_batch.drafter.model import DFlash
+from adaflash_batch.exchange import Trajectory
+from adaflash_batch.request import RowKey
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two versions over the same anchors.
+
+    Attributes:
+        before: τ with the weights that are served.
+        after: with the candidate's.
+    """
+
+    before: float
+    after: float
+
+    @property
+    def gain(self) -> float:
+        """What the candidate adds to τ, as a share of it."""
+        return self.after / self.before - 1.0
+
+
+class Scorer:
+    """Scores weights on stored trajectories as they would be served; runs no target pass.
+
+    Args:
+        net: of the shape of the drafter, in the dtype of decoding; it is copied.
+        embedding: the target's, [vocabulary, H], in that dtype.
+        head: the target's lm_head, whole or restricted to a draft vocabulary, in that dtype.
+        most_anchors: anchors of a trajectory that are looked at, None for all.
+    """
+
+    def __init__(
+        self, net: DFlash, *, embedding: Tensor, head: Head, most_anchors: int | None = 32
+    ) -> None:
+        self._net = copy.deepcopy(net).requires_grad_(False).eval()
+        self._embedding, self._head, self._most_anchors = embedding, head, most_anchors
+        self._served: dict[RowKey, Acceptance] = {}
+        self._candidate: dict[RowKey, Acceptance] = {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of decoding."""
+        return self._embedding.dtype
+
+    def compare(
+        self,
+        candidate: Mapping[str, Tensor],
+        served: Mapping[str, Tensor],
+        trajectories: Sequence[Trajectory],
+    ) -> Generator[None, None, Comparison | None]:
+        """Score both, yielding after each text; None where the texts have no anchor.
+
+        What the served weights scored is remembered: texts are scored with them once only, until
+        `accept`.
+        """
+        keys = {each.key for each in trajectories}
+        self._served = {key: known for key, known in self._served.items() if key in keys}
+        self._candidate = {}
+        yield from self._score(candidate, trajectories, self._candidate)
+        unknown = [each for each in trajectories if each.key not in self._served]
+        yield from self._score(served, unknown, self._served)
+        before, after = _total(self._served), _total(self._candidate)
+        return None if before is None or after is None else Comparison(before, after)
+
+    def accept(self) -> None:
+        """The candidate of the last comparison is served from now on."""
+        self._served = self._candidate
+
+    def forget(self) -> None:
+        """Other weights are served from now on."""
+        self._served = {}
+
+    def _score(
+        self,
+        weights: Mapping[str, Tensor],
+        trajectories: Sequence[Trajectory],
+        scores: dict[RowKey, Acceptance],
+    ) -> Generator[None, None, None]:
+        if trajectories:
+            self._load(weights)
+        for each in trajectories:
+            scores[each.key] = evaluate(
+                self._net,
+                each,
+                self._embedding,
+                self._project,
+                token_ids=self._head.token_ids,
+                most_anchors=self._most_anchors,
+            )
+            yield
+
+    @torch.no_grad()
+    def _load(self, weights: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._net.named_parameters():
+            parameter.copy_(weights[name])
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self._head.weight)
+
+
+def _total(scores: Mapping[RowKey, Acceptance]) -> float | None:
+    total = Acceptance()
+    for each in scores.values():
+        total.add(each)
+    return total.emitted_per_anchor
