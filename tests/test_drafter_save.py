@@ -99,7 +99,7 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     def full_disk(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_flush", full_disk)
+    monkeypatch.setattr(checkpoint, "flush", full_disk)
     with pytest.raises(OSError, match="No space left"):
         save(small_drafter(), tmp_path / "v1")
     assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from adaflash_batch.durable import put_in_place
 
 _FILE = "state.safetensors"
 _KEY = "adaflash"
@@ -45,14 +46,7 @@ def save_state(folder: Path, tensors: Mapping[str, Tensor], cursor: Cursor) -> N
     scratch = folder / f".{_FILE}.partial"
     kept = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     save_file(kept, scratch, metadata={_KEY: json.dumps(asdict(cursor))})
-    for path, then in ((scratch, folder / _FILE), (folder, None)):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        if then is not None:
-            path.rename(then)
+    put_in_place(scratch, folder / _FILE)
 
 
 def load_state(folder: Path) -> tuple[dict[str, Tensor], Cursor] | None:

@@ -8,7 +8,6 @@ States are kept in bfloat16. A full store drops its oldest chunks or takes no mo
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from adaflash_batch.durable import flush
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.exchange import Trajectory
 from adaflash_batch.request import RowKey
@@ -238,10 +238,10 @@ class ChunkWriter:
         index: dict[str, Any] = {"number": self._number, "tokens_before": self._tokens_before}
         index |= {"tokens_so_far": tokens, "trajectories": self._rows}
         (self.scratch / INDEX).write_text(json.dumps(index), "utf-8")
-        _flush(self.scratch / INDEX)
-        _flush(self.scratch)
+        flush(self.scratch / INDEX)
+        flush(self.scratch)
         self.scratch.rename(self._chunk)
-        _flush(self._chunk.parent)
+        flush(self._chunk.parent)
 
     @property
     def _file_name(self) -> str:
@@ -254,7 +254,7 @@ class ChunkWriter:
         self._make_room(self._written + _num_bytes(self._pending) + entries)
         path = self.scratch / self._file_name
         save_file(self._pending, path)
-        _flush(path)
+        flush(path)
         self._written += path.stat().st_size
         self._num_files += 1
         self._pending = {}
@@ -302,11 +302,3 @@ def _remove(chunk: Path) -> None:
     scratch = chunk.with_name(f".{chunk.name}.partial")
     chunk.rename(scratch)
     shutil.rmtree(scratch)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
+from adaflash_batch.durable import flush
 from adaflash_batch.errors import AdaflashError, ConfigError
 from adaflash_batch.shards.locations import is_local, list_directory, stat
 from adaflash_batch.shards.recovery import differences, fingerprint
@@ -93,7 +93,8 @@ class JobFolder:
         try:
             self._filesystem.create_dir(self._path, recursive=True)
             if is_local(self._filesystem):
-                _write_durably(Path(temporary), data)
+                Path(temporary).write_bytes(data)
+                flush(temporary)
             else:
                 with self._filesystem.open_output_stream(temporary) as stream:
                     stream.write(data)
@@ -102,10 +103,3 @@ class JobFolder:
             raise AdaflashError(
                 f"cannot write {path}: {error}", "parts that are committed are unharmed"
             ) from error
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
+from adaflash_batch.durable import flush
 from adaflash_batch.errors import AdaflashError, ConfigError
 from adaflash_batch.shards.footer import NAMESPACE, PartFooter, Totals, make_footer, sum_rows
 from adaflash_batch.shards.inputs import Shard
@@ -36,7 +37,6 @@ __all__ = [
     "part_name",
     "prepare_output",
     "sum_rows",
-    "sync_directory",
     "write_part",
 ]
 
@@ -74,15 +74,6 @@ def write_part(
         raise _write_error(f"{directory}/{name}", error) from error
 
 
-def sync_directory(directory: str | Path) -> None:
-    """Make the names in a local directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _write_local(directory: Path, name: str, temporary: str, table: Any) -> None:
     path = directory / temporary
     try:
@@ -94,7 +85,7 @@ def _write_local(directory: Path, name: str, temporary: str, table: Any) -> None
     finally:
         with suppress(OSError):
             path.unlink(missing_ok=True)
-    sync_directory(directory)
+    flush(directory)
 
 
 def _write_remote(filesystem: Any, directory: str, name: str, temporary: str, table: Any) -> None:
