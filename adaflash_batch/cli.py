@@ -26,6 +26,7 @@ _METAVARS = {
     "input.columns": "FIELD=COLUMN",
     "output.directory": "DIR",
     "speculation.drafter": "DIR",
+    "speculation.drafter_store": "DIR",
     "engine.kv_memory": "SIZE",
 }
 

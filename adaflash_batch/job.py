@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adaflash_batch import models
+from adaflash_batch.drafter.store import versions_of
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.report.live import Progress, Reporter
 from adaflash_batch.request import Completion, Prompt, Request, RowError, RowKey, Sampling
@@ -21,7 +22,7 @@ from adaflash_batch.shards.job_folder import JobFolder
 from adaflash_batch.shards.open_chunks import OpenChunks
 from adaflash_batch.shards.output import Output
 from adaflash_batch.shards.parquet import ShardInfo, inspect_shard
-from adaflash_batch.shards.reader import read_chunks
+from adaflash_batch.shards.reader import Chunk, read_chunks
 from adaflash_batch.shards.recovery import committed
 from adaflash_batch.shards.schema import OutputRow, output_schema
 from adaflash_batch.shards.writer import prepare_output
@@ -147,7 +148,7 @@ class _Run:
         self._reporter = reporter
         self._defaults = models.generation_defaults(model)
         self._sampling = spec.sampling.over(_default_sampling(self._defaults))
-        self._chunks = OpenChunks(spec.output.chunk_rows, output.commit)
+        self._chunks = OpenChunks(spec.output.chunk_rows, self._commit)
         self._codec: TextCodec
         self._decoder: Decoder
         self._end_ids: frozenset[int] = frozenset()
@@ -182,13 +183,14 @@ class _Run:
 
         spec, model = self._spec, self._model
         self._reporter.note(f"loading {spec.model.name}")
-        drafter, engine = spec.speculation.drafter, spec.engine
+        drafter, store, engine = spec.speculation.drafter, self._versions(), spec.engine
         plan = DecoderPlan(
             folder=model,
             name=spec.model.name,
             dtype=spec.model.dtype,
             trust_remote_code=spec.model.trust_remote_code,
             drafter=None if drafter is None else Path(drafter).expanduser(),
+            versions=store,
             tokenizer_digest=models.tokenizer_digest(model),
             width=spec.speculation.width,
             concurrency=engine.concurrency,
@@ -215,16 +217,35 @@ class _Run:
         _check_token_ids(self._sampling, decoder.vocab_size)
         self._decoder = decoder
 
+    def _versions(self) -> Path | None:
+        """The folder of the versions of this model's drafter."""
+        store, model = self._spec.speculation.drafter_store, self._model
+        if store is None:
+            return None
+        name = self._spec.model.name
+        identity, digest = models.model_identity(model), models.tokenizer_digest(model)
+        return versions_of(Path(store).expanduser(), name, identity, digest)
+
+    def _commit(self, chunk: Chunk, rows: Mapping[RowKey, OutputRow]) -> None:
+        self._output.commit(chunk, rows, self._decoder.drafter_version)
+
+    def _drafter_line(self) -> str:
+        speculation, version = self._spec.speculation, self._decoder.drafter_version
+        if version is None:
+            return "no drafter: plain decoding"
+        if speculation.drafter_store is None:
+            return f"drafter {speculation.drafter}"
+        return f"drafter version {version} of {speculation.drafter_store}"
+
     def _describe(self) -> list[str]:
         spec, output = self._spec, self._output
-        drafter = spec.speculation.drafter
         resumed = f", {output.resumed_rows} of them done before" if output.resumed_rows else ""
         files = "1 file" if len(self._infos) == 1 else f"{len(self._infos)} files"
         return [
             f"{output.num_rows} rows in {files}{resumed}, "
             f"prompts from column {self._content.name!r}",
             f"model {spec.model.name} ({self._decoder.describe()})",
-            f"drafter {drafter}" if drafter else "no drafter: plain decoding",
+            self._drafter_line(),
             f"output goes to {spec.output.directory}",
         ]
 

@@ -26,6 +26,7 @@ _CHANGES_NO_TEXT = frozenset(
         "engine.kv_memory",
         "engine.threads",
         "speculation.drafter",
+        "speculation.drafter_store",
         "speculation.width",
     }
 )
@@ -205,6 +206,8 @@ class SpeculationSection(BaseModel):
 
     drafter: Drafter = None
     """Folder of a DFlash drafter; none decodes without."""
+    drafter_store: Drafter = None
+    """Folder of drafters kept between jobs; the model's current version drafts."""
     width: Count | None = None
     """Draft tokens verified at once; the drafter's block less one unless given."""
 
@@ -295,7 +298,8 @@ def _build(given: GivenValues) -> JobSpec:
         raise ConfigError(f"{places[0]} and {places[1]} exclude each other", "give one of them")
     check_column_fields(spec.input.columns, given.place("input", "columns"))
     _check_sampling(spec.sampling, given)
-    if spec.speculation.width and "drafter" not in spec.speculation.model_fields_set:
+    drafters = {"drafter", "drafter_store"} & spec.speculation.model_fields_set
+    if spec.speculation.width and not drafters:
         place = given.place("speculation", "width")
         raise ConfigError(f"{place} needs a drafter", "add --drafter DIR")
     return spec

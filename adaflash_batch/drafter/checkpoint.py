@@ -13,7 +13,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,8 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+Write = Callable[[Path], None]
+
 # Flags in dflash_config -> prefix of the tensors that they promise (AdaFlash's length heads).
 _HEADS = {
     "use_thresh_head_two_model": "thresh_head_two_model.",
@@ -44,6 +46,7 @@ _HEADS = {
     "use_prob_head": "prob_head.",
 }
 _HEAD_PREFIXES = ("thresh_head", "prob_head")
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight")
 
 
@@ -75,12 +78,16 @@ class CheckpointView:
         config: the drafter's shape.
         num_parameters: numbers in its weight files, copies of the target's included.
         num_bytes: their size on disk.
+        dtype: of all of them; float32 where they differ.
+        names_target_layers: whether it says how many layers the target has.
         own: the field `adaflash` of config.json, {} without.
     """
 
     config: DrafterConfig
     num_parameters: int
     num_bytes: int
+    dtype: torch.dtype
+    names_target_layers: bool
     own: Mapping[str, Any]
 
 
@@ -94,13 +101,23 @@ def inspect(folder: str | Path) -> CheckpointView:
     members.identify(fields)
     config = parse(fields, max(fields.integers("target_layer_ids")) + 2)
     paths, count = _weight_files(folder, fields), 0
+    kinds: set[str] = set()
     for path in paths:
         with _opened(path, fields) as file:
-            shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
-        count += sum(math.prod(shape) for shape in shapes)
+            tensors = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118
+            count += sum(math.prod(tensor.get_shape()) for tensor in tensors)
+            kinds |= {tensor.get_dtype() for tensor in tensors}
+    dtype = _DTYPES.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
     own = fields.raw.get("adaflash")
     size = sum(path.stat().st_size for path in paths)
-    return CheckpointView(config, count, size, own if isinstance(own, Mapping) else {})
+    return CheckpointView(
+        config=config,
+        num_parameters=count,
+        num_bytes=size,
+        dtype=dtype,
+        names_target_layers=fields.get("num_target_layers") is not None,
+        own=own if isinstance(own, Mapping) else {},
+    )
 
 
 def load(folder: str | Path, target: TargetFacts, *, dtype: torch.dtype) -> DFlash:
@@ -137,7 +154,7 @@ def save(
     model: DFlash,
     folder: str | Path,
     extra_config: Mapping[str, Any] | None = None,
-    extra_files: Mapping[str, bytes] | None = None,
+    extra_files: Mapping[str, bytes | Write] | None = None,
 ) -> None:
     """Write a checkpoint to a folder that does not exist yet: flushed, then renamed into place.
 
@@ -145,7 +162,8 @@ def save(
         model: in the dtype to be written.
         folder: raises ConfigError when there is one already.
         extra_config: further top-level fields of config.json, e.g. `{"adaflash": {...}}`.
-        extra_files: further files by name, e.g. `README.md`.
+        extra_files: further files by name, e.g. `README.md`: the content, or what writes it to a
+            path, for what should not be held in memory twice.
     """
     folder = Path(folder)
     if folder.exists():
@@ -163,7 +181,10 @@ def save(
         save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
         (scratch / CONFIG).write_text(json.dumps(config | extra, indent=2) + "\n", "utf-8")
         for name, content in (extra_files or {}).items():
-            (scratch / name).write_bytes(content)
+            if isinstance(content, bytes):
+                (scratch / name).write_bytes(content)
+            else:
+                content(scratch / name)
         for path in (*scratch.iterdir(), scratch):
             flush(path)
         scratch.rename(folder)

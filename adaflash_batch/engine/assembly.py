@@ -12,6 +12,7 @@ import torch
 from adaflash_batch.drafter.checkpoint import TargetFacts
 from adaflash_batch.drafter.checkpoint import load as load_drafter
 from adaflash_batch.drafter.model import DFlash
+from adaflash_batch.drafter.versions import VersionStore
 from adaflash_batch.drafter.vocabulary import load_vocabulary
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.engine.drafting import BlockDrafter, Drafter
@@ -37,6 +38,8 @@ class DecoderPlan:
         name: what the user calls the model.
         dtype: `auto` (the checkpoint's), `float32`, `bfloat16` or `float16`.
         drafter: folder of a DFlash checkpoint, None for plain decoding.
+        versions: folder of a drafter's versions (drafter/versions.py), there or not. The current
+            one drafts; `drafter` becomes the first one where there is none.
         tokenizer_digest: of the target's tokenizer, compared with the drafter's.
         width: drafts verified a step; None takes the drafter's block.
         concurrency: most requests at once.
@@ -51,6 +54,7 @@ class DecoderPlan:
     dtype: str = "auto"
     trust_remote_code: bool = False
     drafter: Path | None = None
+    versions: Path | None = None
     tokenizer_digest: str | None = None
     width: int | None = None
     concurrency: int = 64
@@ -78,10 +82,12 @@ def build_decoder(plan: DecoderPlan, *, notify: Callable[[str], None]) -> Decode
     slow = target.attention_note()
     if slow is not None:
         notify(f"attention runs in its slow form: {slow}")
-    net = None if plan.drafter is None else load_net(plan.drafter, target, plan.tokenizer_digest)
+    facts = _facts(target, plan.tokenizer_digest)
+    chosen = _choose(plan, facts, notify)
+    net = None if chosen is None else load_net(chosen.folder, target, plan.tokenizer_digest)
     return Decoder(
         target,
-        drafter=None if net is None else _drafter(plan, net, target),
+        drafter=None if chosen is None or net is None else _drafter(chosen, net, target),
         width=plan.width,
         max_running=plan.concurrency,
         token_budget=max(plan.token_budget, 2),
@@ -104,25 +110,53 @@ def _no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def load_net(folder: Path, target: Target, tokenizer_digest: str | None = None) -> DFlash:
-    """A drafter for inference, in the target's precision. Raises ConfigError if it does not fit."""
-    facts = TargetFacts(
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    folder: Path
+    version: int
+
+
+def _choose(plan: DecoderPlan, facts: TargetFacts, notify: Callable[[str], None]) -> _Chosen | None:
+    """The drafter to load, None for plain decoding."""
+    if plan.versions is None:
+        return None if plan.drafter is None else _Chosen(plan.drafter, 0)
+    store = VersionStore(plan.versions)
+    number = store.current()
+    if number is None and plan.drafter is not None:
+        number = store.import_checkpoint(plan.drafter, facts)
+        notify(f"drafter {plan.drafter} is now version {number} in {store.folder}")
+    elif number is not None and plan.drafter is not None:
+        notify(
+            f"version {number} in {store.folder} drafts, not {plan.drafter}: "
+            "a drafter is only taken into a store that has none for the model"
+        )
+    if number is None:
+        notify(f"{store.folder} has no drafter yet")
+        return None
+    return _Chosen(store.path(number), number)
+
+
+def _facts(target: Target, tokenizer_digest: str | None) -> TargetFacts:
+    return TargetFacts(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         num_hidden_layers=target.num_layers,
         name=target.name,
         tokenizer_digest=tokenizer_digest,
     )
-    net = load_drafter(folder, facts, dtype=target.dtype)
+
+
+def load_net(folder: Path, target: Target, tokenizer_digest: str | None = None) -> DFlash:
+    """A drafter for inference, in the target's precision. Raises ConfigError if it does not fit."""
+    net = load_drafter(folder, _facts(target, tokenizer_digest), dtype=target.dtype)
     net.eval().requires_grad_(False)
     net.fuse()
     return net
 
 
-def _drafter(plan: DecoderPlan, net: DFlash, target: Target) -> Callable[[int], Drafter]:
-    assert plan.drafter is not None
-    tokens = load_vocabulary(plan.drafter, net.config)
-    return lambda num_pages: BlockDrafter(net, target, num_pages, token_ids=tokens)
+def _drafter(chosen: _Chosen, net: DFlash, target: Target) -> Callable[[int], Drafter]:
+    tokens = load_vocabulary(chosen.folder, net.config)
+    return lambda num_pages: BlockDrafter(net, target, num_pages, chosen.version, tokens)
 
 
 def _kv_tokens(plan: DecoderPlan, target: Target, net: DFlash | None) -> int:

@@ -113,6 +113,11 @@ class Decoder:
         return len(self._scheduler.running)
 
     @property
+    def drafter_version(self) -> int | None:
+        """The version that drafts, None without a drafter."""
+        return None if self._drafter is None else self._drafter.version
+
+    @property
     def vocab_size(self) -> int:
         """Of the target."""
         return self._target.vocab_size

@@ -61,14 +61,17 @@ class Output:
         """Whether an earlier run committed the chunk."""
         return self._done.is_done(shard, chunk)
 
-    def commit(self, chunk: Chunk, rows: Mapping[RowKey, OutputRow]) -> None:
-        """Write the part of a whole chunk."""
+    def commit(
+        self, chunk: Chunk, rows: Mapping[RowKey, OutputRow], drafter_version: int | None = None
+    ) -> None:
+        """Write the part of a whole chunk, with the version that drafted at its end."""
         schema = output_schema(chunk.table.schema, self._prefix)
         footer = make_footer(
             chunk,
             rows.values(),
             fingerprint=self._fingerprint,
             shard_digest=self._infos[chunk.shard.index].digest,
+            drafter_version=drafter_version,
         )
         name = part_name(chunk.shard.index, chunk.index)
         table = build_table(chunk, rows, schema)

@@ -1,16 +1,15 @@
-"""Folders that belong to one training or one kind of texts, and to one process at a time."""
+"""Folders that belong to one training or one kind of texts."""
 
 from __future__ import annotations
 
-import fcntl
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from adaflash_batch.drafter.config import build_target_layer_ids
+from adaflash_batch.durable import write_whole
 from adaflash_batch.errors import ConfigError
 
 FACTS = "facts.json"
@@ -85,18 +84,6 @@ def is_made_from(found: object, facts: Mapping[str, object]) -> bool:
     return found == _as_json(facts)
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder; the system lets go of it when the process dies. ConfigError if it is held."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(f"another process is at work in {folder}") from None
-        yield
-
-
 def _compare(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     names = sorted(k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k))
     if names:
@@ -111,9 +98,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, facts: Mapping[str, object]) -> None:
-    scratch = path.with_suffix(".partial")
-    scratch.write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
-    scratch.rename(path)
+    write_whole(path, (json.dumps(facts, indent=2) + "\n").encode())
 
 
 def _as_json(facts: Mapping[str, object]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import typer
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.models import DEFAULT_MODEL
 from adaflash_batch.spec import parse_bytes
+from adaflash_batch.training import version_commands
 from adaflash_batch.training.plan import TrainingPlan
 
 EXIT_INTERRUPTED = 75
@@ -109,29 +110,6 @@ def _train(plan: TrainingPlan, command: str) -> dict[str, object]:
     from adaflash_batch.training.train import train_drafter
 
     return train_drafter(plan, command=command, notify=_say)
-
-
-@app.command()
-def show(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a drafter.")],
-) -> None:
-    """Print what a drafter is."""
-    from adaflash_batch.training.view import describe
-
-    for line in describe(folder):
-        print(line)
-
-
-@app.command()
-def export(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a drafter.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
-) -> None:
-    """Write a drafter for other engines, without the parts that only ours knows."""
-    from adaflash_batch.training.export import export as write
-
-    for line in write(folder, out):
-        _say(line)
 
 
 @app.command(name="eval")
@@ -251,3 +229,7 @@ def _default(field: Field[Any]) -> str:
 
 train.__signature__ = inspect.Signature(list(_train_parameters()))  # type: ignore[attr-defined]
 app.command(help=" ".join((train.__doc__ or "").split()))(train)
+app.command(name="list")(version_commands.list_versions)
+app.command()(version_commands.show)
+app.command()(version_commands.rollback)
+app.command()(version_commands.export)

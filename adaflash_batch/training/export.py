@@ -12,14 +12,25 @@ from adaflash_batch.drafter import checkpoint
 from adaflash_batch.drafter.checkpoint import TargetFacts
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.drafter.vocabulary import VOCABULARY
+from adaflash_batch.errors import ConfigError
+
+# By these a drafter is still refused for another target.
+_KEPT = ("tokenizer_sha256", "target")
 
 
 def export(folder: Path, out: Path) -> Iterator[str]:
     """Write the drafter in a folder to another one, in bfloat16; yields what to tell people.
 
-    Raises ConfigError where `checkpoint.load` and `checkpoint.save` do.
+    Raises ConfigError where `checkpoint.load` and `checkpoint.save` do, and for a drafter that
+    does not say how many layers its target has, which a published layout must.
     """
-    config = checkpoint.inspect(folder).config
+    view = checkpoint.inspect(folder)
+    config = view.config
+    if not view.names_target_layers:
+        raise ConfigError(
+            f"drafter {folder}: its config.json does not say how many layers the target has",
+            "it is in a published layout already, and other engines load it as it is",
+        )
     sizes = config.vocab_size, config.hidden_size, config.num_target_layers
     net = checkpoint.load(folder, TargetFacts(*sizes, name="its own"), dtype=torch.bfloat16)
     if config.has_input_projection:
@@ -27,7 +38,8 @@ def export(folder: Path, out: Path) -> Iterator[str]:
         net = _without_projection(net)
     if (folder / VOCABULARY).exists():
         yield "left out: the draft vocabulary, so other engines draft from all tokens"
-    checkpoint.save(net, out)
+    own = {name: view.own[name] for name in _KEPT if name in view.own}
+    checkpoint.save(net, out, {"adaflash": own} if own else None)
     yield f"a {config.member} drafter in the published layout is in {out}"
 
 

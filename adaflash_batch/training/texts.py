@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 from adaflash_batch import models
 from adaflash_batch.adapt.trajectory_store import StoredTrajectory, Taps, TrajectoryStore
+from adaflash_batch.durable import locked
 from adaflash_batch.engine.assembly import DecoderPlan
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.report.live import duration
 from adaflash_batch.text import TextCodec
-from adaflash_batch.training.claims import StoreSettings, claim_store, locked
+from adaflash_batch.training.claims import StoreSettings, claim_store
 from adaflash_batch.training.decoding import DecodingCounts, TrajectoryDecoder, sampled_sampling
 from adaflash_batch.training.parts import TargetParts, drafter_config, load_target
 from adaflash_batch.training.sources import Sources

@@ -23,9 +23,10 @@ from adaflash_batch.adapt.training_state import Cursor, load_state
 from adaflash_batch.adapt.trajectory_store import StoredTrajectory
 from adaflash_batch.drafter import checkpoint
 from adaflash_batch.drafter.vocabulary import VOCABULARY, load_vocabulary
+from adaflash_batch.durable import locked, write_whole
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.training.card import card, results
-from adaflash_batch.training.claims import StoreSettings, claim, is_made_from, locked
+from adaflash_batch.training.claims import StoreSettings, claim, is_made_from
 from adaflash_batch.training.parts import new_net
 from adaflash_batch.training.plan import TrainingPlan
 from adaflash_batch.training.sources import Sources
@@ -150,9 +151,7 @@ class _Training:
             tokens = self._inherited_vocabulary()
             if tokens is None:
                 tokens = self._frequent_tokens()
-            scratch = path.with_suffix(".partial")
-            scratch.write_bytes(to_bytes({"token_ids": tokens}))
-            scratch.rename(path)
+            write_whole(path, to_bytes({"token_ids": tokens}))
         loaded: Tensor = load_file(path)["token_ids"]
         return loaded
 

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from adaflash_batch.drafter import checkpoint
+from adaflash_batch.drafter.versions import VERSION, Version, VersionStore, read_version
 from adaflash_batch.drafter.vocabulary import load_vocabulary
 from adaflash_batch.training.card import count_layers, table
+
+_TITLES = ("", "version", "parent", "created", "why", "rows", "updates", "held-out τ", "job")
 
 
 def describe(folder: Path) -> Iterator[str]:
@@ -44,7 +47,51 @@ def describe(folder: Path) -> Iterator[str]:
     tokens = load_vocabulary(folder, config)
     if tokens is not None:
         yield f"draft vocabulary: {len(tokens)} of the target's {config.vocab_size} tokens"
+    if (folder / VERSION).exists():
+        yield _version(read_version(folder))
     yield from _training(view.own)
+
+
+def describe_versions(folder: Path) -> Iterator[str]:
+    """A line for each version in a folder of them, below a line of titles."""
+    store = VersionStore(folder)
+    current = store.current()
+    rows: list[tuple[str, ...]] = [_TITLES]
+    for number in store.numbers():
+        rows.append(("*" if number == current else "", *_cells(store.read(number))))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield "  ".join(cells).rstrip()
+
+
+def _cells(version: Version) -> tuple[str, ...]:
+    learnt = version.learnt
+    return (
+        str(version.number),
+        "-" if version.parent is None else str(version.parent),
+        version.created,
+        learnt.why,
+        str(learnt.rows),
+        str(learnt.updates),
+        f"{_tau(learnt.tau_before)} -> {_tau(learnt.tau_after)}",
+        learnt.job or "-",
+    )
+
+
+def _tau(value: float | None) -> str:
+    return "?" if value is None else f"{value:.2f}"
+
+
+def _version(version: Version) -> str:
+    learnt = version.learnt
+    after = "" if version.parent is None else f" after version {version.parent}"
+    job = "" if learnt.job is None else f" by {learnt.job}"
+    return (
+        f"version {version.number}: {learnt.why}{after}{job} at {version.created}; "
+        f"{learnt.rows} rows, {learnt.tokens} tokens, {learnt.updates} updates; "
+        f"held-out τ {_tau(learnt.tau_before)} -> {_tau(learnt.tau_after)}"
+    )
 
 
 def _training(own: Mapping[str, Any]) -> Iterator[str]:
