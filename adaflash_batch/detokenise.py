@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 _REPLACEMENT = "\ufffd"
 # No UTF-8 sequence is longer, so an unfinished one begins within this many bytes of the end.
 _LONGEST_SEQUENCE = 4
+_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
 
 
 class Detokeniser:
@@ -84,7 +86,9 @@ class Detokeniser:
                 break
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(tail)
-        return len(decoder.getstate()[0])
+        held: bytes = decoder.getstate()[0]
+        # Python holds back the beginning of a surrogate, too, which never becomes a character.
+        return 0 if _SURROGATE.fullmatch(held) else len(held)
 
     def _bytes(self, token: str) -> bytes:
         if self._is_byte_level:

@@ -10,11 +10,12 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adaflash_batch.adapt.balance import Balance, Outlook
 from adaflash_batch.adapt.control import Allowance, LearningControl, Rules, Verdict
 from adaflash_batch.stats import SpeculationCounts
 
 SECONDS = st.floats(0.0, 100.0)
-RULES = Rules(share=1.0, most_saved=1e9, short=200.0, long=2000.0, fall=0.1)
+RULES = Rules(share=1.0, most_saved=1e9, short=200.0, long=2000.0, fall=0.1, risk=1e9)
 
 
 def request(tau: float, steps: int = 20) -> SpeculationCounts:
@@ -72,7 +73,10 @@ def test_what_is_owed_is_paid_back_first_and_little_is_saved() -> None:
 
 def decide(control: LearningControl, now: float = 1.0, **changes: float) -> Verdict:
     terms = {"tokens_left": 1e5, "seconds_per_token": 0.01}
-    verdict = control.decide(now, **(terms | changes))
+    terms |= changes
+    round_done = terms.pop("round_done", 0.0)
+    ahead = Outlook(terms["tokens_left"], terms["seconds_per_token"])
+    verdict = control.decide(now, ahead, round_done=round_done)
     assert verdict.reason
     assert not verdict.reason.endswith(".")
     assert control.is_learning == (verdict.kind != "stop")
@@ -82,7 +86,7 @@ def decide(control: LearningControl, now: float = 1.0, **changes: float) -> Verd
 def ready(rules: Rules = RULES) -> LearningControl:
     """Time has passed, so that something may be spent."""
     control = LearningControl(rules)
-    control.decide(0.0, tokens_left=1e9, seconds_per_token=1.0)
+    control.decide(0.0, Outlook(1e9, 1.0))
     return control
 
 
@@ -136,7 +140,7 @@ def test_rounds_that_gain_nothing_end_it() -> None:
         control.end_round(0.0)
         num_rounds += 1
     assert num_rounds == 4
-    assert "save" in measured(0.0, 10.0).decide(1e9, tokens_left=1, seconds_per_token=1).reason
+    assert "save" in measured(0.0, 10.0).decide(1e9, Outlook(1.0, 1.0)).reason
 
 
 def test_a_regression_is_no_more_than_no_gain() -> None:
@@ -166,7 +170,7 @@ def test_nothing_left_or_nothing_known_never_learns() -> None:
     assert decide(ready(), tokens_left=0).kind == "stop"
     assert decide(ready(), seconds_per_token=0.0).kind == "stop"
     assert decide(ready(), seconds_per_token=math.nan).kind == "stop"
-    assert decide(ready(Rules(share=0.0)), now=1e9).kind == "wait"
+    assert decide(ready(dataclasses.replace(RULES, share=0.0)), now=1e9).kind == "wait"
 
 
 def test_the_share_makes_it_wait() -> None:
@@ -264,3 +268,64 @@ def test_a_restored_control_decides_alike() -> None:
             for left in (1e6, 1e5, 1e3, 0.0):
                 verdict = decide(control, now=1e9, tokens_left=left)
                 assert decide(again, now=1e9, tokens_left=left) == verdict
+
+
+def test_a_job_never_bears_more_than_its_risk() -> None:
+    """Rounds that bring nothing: what is spent stays below the share of the whole time."""
+    rules = dataclasses.replace(RULES, risk=0.03, least_risked=1.0)
+    control, now, spent, left = LearningControl(rules), 0.0, 0.0, 1e5
+    while left > 0:
+        now, left = now + 1.0, left - 100.0
+        ahead = Outlook(left, 0.01)
+        while control.decide(now, ahead).kind == "learn":
+            control.charge(2.0)
+            spent, now = spent + 2.0, now + 2.0
+            control.end_round(0.0001 if spent < 10 else 0.2)
+            control.balance.gained = 1.0  # a promise that is never kept
+    assert 10.0 < spent <= 0.03 * 1000.0 + 1e-6
+
+
+def test_what_learning_brings_is_spent_again() -> None:
+    rules = dataclasses.replace(RULES, risk=0.01, least_risked=1.0)
+    control = LearningControl(rules)
+    control.charge(9.5)
+    control.end_round(0.0)
+    ahead = Outlook(1e5, 0.01)
+    decide_ahead(control, 0.0, ahead)
+    assert decide_ahead(control, 10.0, ahead) == "wait", "10 s may be lost, a round takes 9.5"
+    control.balance.gained = 1.25
+    assert decide_ahead(control, 20.0, ahead) == "learn", "250 s are saved ahead"
+    control.balance.spent = 185.0
+    assert decide_ahead(control, 200.0, ahead) == "wait", "half of that is trusted"
+
+
+def decide_ahead(control: LearningControl, now: float, ahead: Outlook) -> str:
+    control.expected_gain = 0.1
+    return control.decide(now, ahead).kind
+
+
+def test_a_short_job_learns_nothing() -> None:
+    control = LearningControl(dataclasses.replace(RULES, risk=0.03, least_risked=2.0))
+    control.decide(0.0, Outlook(6600.0, 0.01))
+    verdict = control.decide(1.0, Outlook(6500.0, 0.01))
+    assert (verdict.kind, "too short" in verdict.reason) == ("wait", True)
+    always = LearningControl(dataclasses.replace(RULES, only_if_it_pays=False))
+    assert [always.decide(now, Outlook(0.0, 0.0)).kind for now in (0.0, 1.0)] == ["wait", "learn"]
+
+
+def test_what_a_gain_saves_depends_on_whether_drafting_pays() -> None:
+    assert math.isclose(Outlook(100.0, 1.0).saving(0.25), 0.2)
+    assert math.isclose(Outlook(1.0, 1.0, tau=2.0, step_price=1.0).saving(0.25), 0.2)
+    off = Outlook(1.0, 1.0, tau=1.5, step_price=3.0)
+    assert (off.is_drafting, off.saving(0.5)) == (False, 0.0)
+    assert off.saving(3.0) == 0.5, "τ 6 at three times the price: twice as fast as plain"
+
+
+def test_the_balance_knows_what_was_brought() -> None:
+    balance, ahead = Balance(), Outlook(100.0, 1.0)
+    balance.pass_time(0.0, ahead)
+    balance.spent, balance.gained = 5.0, 1.5
+    balance.pass_time(25.0, ahead)
+    assert balance.decoded == 20.0
+    assert math.isclose(balance.brought, 10.0), "they would have taken 30"
+    assert math.isclose(balance.debt(ahead, trust=0.5), 5.0 - 10.0 - 25.0)

@@ -14,6 +14,7 @@ from tiny import VOCABULARY, as_requests, decode, random_prompts, texts
 from torch import Tensor
 from trajectories import TABLE, repeating
 
+from adaflash_batch.adapt.balance import Outlook
 from adaflash_batch.adapt.control import LearningControl, Rules
 from adaflash_batch.adapt.inline import InlineLearning
 from adaflash_batch.adapt.losses import Head, Objective
@@ -33,7 +34,7 @@ from adaflash_batch.stats import SpeculationCounts
 
 PLENTY = 2**26
 PLAN = RoundPlan(updates=20, batch=6, rate=1e-2, least_new=12, least_held_back=2)
-ALWAYS = Rules(share=1.0, most_saved=1e9)
+ALWAYS = Rules(share=1.0, most_saved=1e9, only_if_it_pays=False)
 
 
 @dataclasses.dataclass
@@ -113,7 +114,7 @@ def run_learning(
         for completion in finished:
             learner.observe(completion.counts)
         before, clock.now = target.num_forward_tokens, clock.now + 1.0
-        learner.between_steps(tokens_left=1e6, seconds_per_token=1.0)
+        learner.between_steps(Outlook(1e6, 1.0))
         assert target.num_forward_tokens == before, "learning made a target pass"
     return done
 
@@ -178,13 +179,13 @@ def timed(
 
 def test_learning_keeps_to_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, lines = Clock(), list[str]()
-    rules = Rules(share=0.25, most_saved=2.0, first_gain=0.5)
+    rules = Rules(share=0.25, most_saved=2.0, first_gain=0.5, risk=1e9)
     learner, trainer, inbox = timed(rules, lines, clock, monkeypatch)
     shares = []
     for step in range(400):
         clock.now += 0.5
         inbox.put(repeating(step))
-        learner.between_steps(tokens_left=1e9, seconds_per_token=1.0)
+        learner.between_steps(Outlook(1e9, 1.0))
         assert learner.seconds <= 0.25 * clock.now + 1.0
         shares.append(learner.seconds / clock.now)
     assert 0.2 < shares[-1] <= 0.26
@@ -196,14 +197,14 @@ def test_learning_that_does_not_pay_stops_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, lines = Clock(), list[str]()
-    rules = Rules(share=1.0, most_saved=100.0, short=100.0, long=1000.0)
+    rules = Rules(share=1.0, most_saved=100.0, short=100.0, long=1000.0, risk=1e9)
     learner, trainer, inbox = timed(rules, lines, clock, monkeypatch)
     clock.now = 50.0
     for row in range(40):
         inbox.put(repeating(row))
     for _ in range(5):
         clock.now += 10.0
-        learner.between_steps(tokens_left=100, seconds_per_token=0.001)
+        learner.between_steps(Outlook(100, 0.001))
     assert len(lines) == 1
     assert lines[0].startswith("learning has stopped: ")
     # One piece at most was done to learn what a piece takes.
@@ -211,5 +212,5 @@ def test_learning_that_does_not_pay_stops_and_says_so_once(
     for tau in (2.0, 1.2):
         for _ in range(40):
             learner.observe(SpeculationCounts(steps=10, accepted=round(10 * (tau - 1))))
-        learner.between_steps(tokens_left=100, seconds_per_token=0.001)
+        learner.between_steps(Outlook(100, 0.001))
     assert len(lines) == 1, "what is left is still too little"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
@@ -505,6 +505,7 @@ def test_text_cut_anywhere_is_the_longest_whole_beginning(
 
 
 @given(data=st.binary(max_size=12), data_more=st.binary(max_size=3))
+@example(data=b"a\xed\xa0", data_more=b"")
 @settings(deadline=None)
 def test_wrong_bytes_are_decoded_like_utf8_with_replacement(
     tokenizers_of_all_kinds: list[Tokenizer], data: bytes, data_more: bytes
@@ -516,7 +517,11 @@ def test_wrong_bytes_are_decoded_like_utf8_with_replacement(
     given_bytes = data + data_more + tail
     vocabulary = tokenizer.get_vocab()
     ids = [vocabulary[spelling_of[byte]] for byte in given_bytes]
-    reference = codecs.getincrementaldecoder("utf-8")("replace").decode(given_bytes)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    reference = decoder.decode(given_bytes)
+    held = decoder.getstate()[0]
+    if b"\xed\xa0" <= held <= b"\xed\xbf":  # Python holds half a surrogate back for ever
+        reference += "\ufffd" * 2
     assert Detokeniser(tokenizer).text(ids) == reference
 
 

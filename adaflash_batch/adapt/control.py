@@ -1,9 +1,11 @@
 """When to learn: only while it pays, and never for more than its share of the time.
 
 A job knows how much is left of it. What learning has cost and gained so far is measured, so before
-every piece of work three questions are asked:
+every piece of work these questions are asked:
 
     stop     is what one more round would save over the tokens that are left below its price?
+    risk     has learning cost so much more than it has brought that the job would be the slower
+             for it if nothing more came of it?
     share    has learning had its share of the time already?
     restart  learning has stopped: has acceptance fallen behind its own long average since?
 
@@ -18,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from adaflash_batch.adapt.balance import Balance, Outlook
 from adaflash_batch.stats import SpeculationCounts
 
 
@@ -99,10 +102,21 @@ class Rules:
         memory: weight of what was expected against what a round has shown, from 0 to 1.
         fall: how far the short average of τ must be below the long one, as a share of it.
         short, long: steps that these averages look back.
+        risk: share of the job's whole time that learning may cost beyond what it has brought.
+        least_risked: seconds of that, below which nothing is begun: too little would come of it.
+        trust: share of what a gain promises for the time ahead that counts as brought already.
+        hope: what learning is expected to add to τ in the end while it is too low for drafting to
+            pay, as a share of it; the risk bounds what that costs.
+        only_if_it_pays: False looks at the share of the time alone: later jobs gain, too.
     """
 
-    share: float = 0.3
+    share: float = 0.5
     most_saved: float = 5.0
+    risk: float = 0.03
+    least_risked: float = 2.0
+    trust: float = 0.5
+    hope: float = 2.0
+    only_if_it_pays: bool = True
     first_gain: float = 0.1
     memory: float = 0.5
     fall: float = 0.07
@@ -116,6 +130,7 @@ class LearningControl:
     Attributes:
         is_learning: whether learning has not been stopped.
         expected_gain: what the next round is expected to add to τ, as a share of it.
+        balance: what learning has cost and brought.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -126,6 +141,7 @@ class LearningControl:
         self._price: float | None = None  # seconds of a round
         self._spent = 0.0  # on the round under way
         self._short, self._long = Average(rules.short), Average(rules.long)
+        self.balance = Balance()
 
     def observe(self, counts: SpeculationCounts) -> None:
         """Take in what speculation did for a finished request."""
@@ -135,6 +151,7 @@ class LearningControl:
     def charge(self, seconds: float) -> None:
         """Take in what a piece of learning took."""
         self._spent += seconds
+        self.balance.spent += seconds
         self._allowance.spend(seconds)
 
     def end_round(self, gain: float) -> None:
@@ -144,44 +161,61 @@ class LearningControl:
             gain: what it added to τ of what is served, as a share of it; 0 if it was taken back.
         """
         memory = self._rules.memory
+        self.balance.gained *= 1.0 + gain
         self.expected_gain = memory * self.expected_gain + (1.0 - memory) * max(gain, 0.0)
         before = self._spent if self._price is None else self._price
         self._price = memory * before + (1.0 - memory) * self._spent
         self._spent = 0.0
 
-    def decide(
-        self,
-        now: float,
-        *,
-        tokens_left: float,
-        seconds_per_token: float,
-        round_done: float = 0.0,
-    ) -> Verdict:
+    def decide(self, now: float, ahead: Outlook, *, round_done: float = 0.0) -> Verdict:
         """Whether to do the next piece.
 
         Args:
             now: seconds, on any clock that does not stand still while learning.
-            tokens_left: tokens that the job has yet to generate.
-            seconds_per_token: what decoding has taken of late for one of them, all requests
-                together, without learning.
+            ahead: of the job.
             round_done: share of the round under way that is done.
         """
         is_left = self._allowance.is_left(now)
+        self.balance.pass_time(now, ahead)
+        if self._rules.only_if_it_pays:
+            verdict = self._worth(ahead, self._price_left(round_done))
+        else:
+            verdict = Verdict("learn", "learning goes on for as long as the job does")
+        if verdict.kind == "learn" and not is_left:
+            return Verdict("wait", f"learning has had {self._rules.share:.0%} of the time")
+        return verdict
+
+    def _worth(self, ahead: Outlook, price: float | None) -> Verdict:
+        """Whether the round under way, or the next, is worth its price."""
         fall = self._fall()
         if not self.is_learning and fall is None:
             return Verdict("stop", "learning has stopped")
         # After a fall times have changed: earlier rounds say little about the next one's gain.
         gain = self.expected_gain if fall is None else self._rules.first_gain
-        ahead = tokens_left * seconds_per_token
-        saving, price = ahead * gain / (1.0 + gain), self._price_left(round_done)
-        terms = _terms(price, saving, ahead)
+        if not ahead.is_drafting:
+            gain = max(gain, self._rules.hope)
+        saving = ahead.seconds * ahead.saving(gain)
+        terms = _terms(price, saving, ahead.seconds)
         if not saving > (price or 0.0):
             self._stop()
             return Verdict("stop", f"learning has stopped: {terms}")
-        self.is_learning, self.expected_gain = True, gain
-        if not is_left:
-            return Verdict("wait", f"learning has had {self._rules.share:.0%} of the time")
-        return Verdict("learn", terms if fall is None else f"{fall}: {terms}")
+        self.is_learning = True
+        if fall is not None:
+            self.expected_gain, terms = gain, f"{fall}: {terms}"
+        return self._bearable(ahead, price or 0.0, terms)
+
+    def _bearable(self, ahead: Outlook, price: float, terms: str) -> Verdict:
+        """Whether the job can bear the price should nothing come of it."""
+        rules, balance = self._rules, self.balance
+        limit = rules.risk * (balance.decoded + ahead.seconds)
+        debt = balance.debt(ahead, rules.trust)
+        if limit < rules.least_risked and not balance.spent:
+            return Verdict("wait", f"the job is too short to learn anything in it: {terms}")
+        if debt + price > limit:
+            return Verdict(
+                "wait", f"learning has cost {debt:.3g} s more than it has brought: {terms}"
+            )
+        return Verdict("learn", terms)
 
     def _price_left(self, round_done: float) -> float | None:
         """Seconds to the end of the round; None where nothing was measured: a first piece tells."""

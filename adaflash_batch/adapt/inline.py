@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from adaflash_batch.adapt.balance import Outlook
 from adaflash_batch.adapt.control import LearningControl, Verdict
 from adaflash_batch.adapt.trainer import OnlineTrainer
 from adaflash_batch.stats import SpeculationCounts
@@ -37,21 +38,12 @@ class InlineLearning:
         """Take in what speculation did for a finished request."""
         self._control.observe(counts)
 
-    def between_steps(self, *, tokens_left: float, seconds_per_token: float) -> None:
-        """Learn as long as the control lets it; call it after every step.
-
-        Args:
-            tokens_left: that the job has yet to generate.
-            seconds_per_token: that decoding takes, see LearningControl.decide.
-        """
+    def between_steps(self, ahead: Outlook) -> None:
+        """Learn as long as the control lets it; call it after every step."""
         self._trainer.collect()
         while self._trainer.is_ready:
-            verdict = self._control.decide(
-                self._clock(),
-                tokens_left=tokens_left,
-                seconds_per_token=seconds_per_token,
-                round_done=self._trainer.round_done,
-            )
+            done = self._trainer.round_done
+            verdict = self._control.decide(self._clock(), ahead, round_done=done)
             self._tell(verdict)
             if verdict.kind != "learn":
                 return

@@ -16,6 +16,7 @@ from adaflash_batch.drafter.versions import VersionStore
 from adaflash_batch.drafter.vocabulary import load_vocabulary
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.engine.drafting import BlockDrafter, Drafter
+from adaflash_batch.engine.gate import SpeculationGate
 from adaflash_batch.engine.memory import kv_budget
 from adaflash_batch.engine.target import Target
 from adaflash_batch.errors import ConfigError
@@ -39,9 +40,12 @@ class DecoderPlan:
         dtype: `auto` (the checkpoint's), `float32`, `bfloat16` or `float16`.
         drafter: folder of a DFlash checkpoint, None for plain decoding.
         versions: folder of a drafter's versions (drafter/versions.py), there or not. The current
-            one drafts; `drafter` becomes the first one where there is none.
+            one drafts, or else `drafter`.
+        version: the one of them that is to draft in place of the current one.
+        takes_in: whether `drafter` becomes the first version at once where there is none.
         tokenizer_digest: of the target's tokenizer, compared with the drafter's.
         width: drafts verified a step; None takes the drafter's block.
+        only_if_it_pays: drafting is skipped while it does not pay (engine/gate.py).
         concurrency: most requests at once.
         token_budget: most tokens a step.
         kv_bytes: KV memory; None takes a share of what is free.
@@ -55,8 +59,11 @@ class DecoderPlan:
     trust_remote_code: bool = False
     drafter: Path | None = None
     versions: Path | None = None
+    version: int | None = None
+    takes_in: bool = True
     tokenizer_digest: str | None = None
     width: int | None = None
+    only_if_it_pays: bool = False
     concurrency: int = 64
     token_budget: int = 1024
     kv_bytes: int | None = None
@@ -64,7 +71,39 @@ class DecoderPlan:
     threads: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The drafter that a decoder begins with.
+
+    Attributes:
+        folder: of its checkpoint.
+        version: its number among the versions; None where it is none of them.
+    """
+
+    folder: Path
+    version: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A decoder, and what is known of its making.
+
+    Attributes:
+        origin: of its drafter, None without one.
+        facts: of its target, for other drafters.
+    """
+
+    decoder: Decoder
+    origin: Origin | None
+    facts: TargetFacts
+
+
 def build_decoder(plan: DecoderPlan, *, notify: Callable[[str], None]) -> Decoder:
+    """The decoder of `assemble` alone."""
+    return assemble(plan, notify=notify).decoder
+
+
+def assemble(plan: DecoderPlan, *, notify: Callable[[str], None]) -> Assembly:
     """Load the target and the drafter and size KV memory.
 
     Raises:
@@ -83,17 +122,19 @@ def build_decoder(plan: DecoderPlan, *, notify: Callable[[str], None]) -> Decode
     if slow is not None:
         notify(f"attention runs in its slow form: {slow}")
     facts = _facts(target, plan.tokenizer_digest)
-    chosen = _choose(plan, facts, notify)
-    net = None if chosen is None else load_net(chosen.folder, target, plan.tokenizer_digest)
-    return Decoder(
+    origin = _choose(plan, facts, notify)
+    net = None if origin is None else load_net(origin.folder, target, plan.tokenizer_digest)
+    decoder = Decoder(
         target,
-        drafter=None if chosen is None or net is None else _drafter(chosen, net, target),
+        drafter=None if origin is None or net is None else _drafter(origin, net, target),
         width=plan.width,
+        gate=SpeculationGate() if plan.only_if_it_pays else None,
         max_running=plan.concurrency,
         token_budget=max(plan.token_budget, 2),
         kv_tokens=_kv_tokens(plan, target, net),
         context=_context(plan, target),
     )
+    return Assembly(decoder, origin, facts)
 
 
 @contextmanager
@@ -110,30 +151,38 @@ def _no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    folder: Path
-    version: int
-
-
-def _choose(plan: DecoderPlan, facts: TargetFacts, notify: Callable[[str], None]) -> _Chosen | None:
+def _choose(plan: DecoderPlan, facts: TargetFacts, notify: Callable[[str], None]) -> Origin | None:
     """The drafter to load, None for plain decoding."""
+    own = None if plan.drafter is None else Origin(plan.drafter, None)
     if plan.versions is None:
-        return None if plan.drafter is None else _Chosen(plan.drafter, 0)
+        return own
     store = VersionStore(plan.versions)
-    number = store.current()
-    if number is None and plan.drafter is not None:
-        number = store.import_checkpoint(plan.drafter, facts)
-        notify(f"drafter {plan.drafter} is now version {number} in {store.folder}")
-    elif number is not None and plan.drafter is not None:
+    number = _number(store, plan.version, notify)
+    if number is None and own is not None:
+        if not plan.takes_in:
+            return own
+        number = store.import_checkpoint(own.folder, facts)
+        notify(f"drafter {own.folder} is now version {number} in {store.folder}")
+    elif number is not None and own is not None and plan.takes_in:
         notify(
-            f"version {number} in {store.folder} drafts, not {plan.drafter}: "
+            f"version {number} in {store.folder} drafts, not {own.folder}: "
             "a drafter is only taken into a store that has none for the model"
         )
     if number is None:
         notify(f"{store.folder} has no drafter yet")
         return None
-    return _Chosen(store.path(number), number)
+    return Origin(store.path(number), number)
+
+
+def _number(
+    store: VersionStore, wanted: int | None, notify: Callable[[str], None]
+) -> int | None:
+    """The version that is wanted or else the current one; None where there is none."""
+    current = store.current()
+    if wanted is None or current is None or wanted in store.numbers():
+        return current if wanted is None or current is None else wanted
+    notify(f"{store.folder} has no version {wanted} any more, version {current} drafts in its place")
+    return current
 
 
 def _facts(target: Target, tokenizer_digest: str | None) -> TargetFacts:
@@ -154,9 +203,9 @@ def load_net(folder: Path, target: Target, tokenizer_digest: str | None = None) 
     return net
 
 
-def _drafter(chosen: _Chosen, net: DFlash, target: Target) -> Callable[[int], Drafter]:
-    tokens = load_vocabulary(chosen.folder, net.config)
-    return lambda num_pages: BlockDrafter(net, target, num_pages, chosen.version, tokens)
+def _drafter(origin: Origin, net: DFlash, target: Target) -> Callable[[int], Drafter]:
+    tokens = load_vocabulary(origin.folder, net.config)
+    return lambda num_pages: BlockDrafter(net, target, num_pages, origin.version or 0, tokens)
 
 
 def _kv_tokens(plan: DecoderPlan, target: Target, net: DFlash | None) -> int:

@@ -11,6 +11,7 @@ import torch
 from adaflash_batch.engine.accept import emitted_tokens
 from adaflash_batch.engine.capture import Capture
 from adaflash_batch.engine.drafting import DraftBatch, Drafter
+from adaflash_batch.engine.gate import SpeculationGate
 from adaflash_batch.engine.in_flight import Entry, Item, piece_of
 from adaflash_batch.engine.packing import Packed, PageTable, pack, ranges
 from adaflash_batch.engine.pages import PagePool
@@ -32,6 +33,7 @@ class Decoder:
         target: the model whose choices make the text.
         drafter: proposes tokens; None decodes plainly.
         width: drafts verified a step; None takes all that the drafter proposes.
+        gate: skips drafting while it does not pay; None always drafts.
         max_running: most requests in a step.
         token_budget: most tokens in a step.
         kv_tokens: tokens that KV memory holds, over all requests (rounded down to pages).
@@ -46,6 +48,7 @@ class Decoder:
         *,
         drafter: Callable[[int], Drafter] | None = None,
         width: int | None = None,
+        gate: SpeculationGate | None = None,
         max_running: int = 64,
         token_budget: int = 1024,
         kv_tokens: int,
@@ -71,6 +74,7 @@ class Decoder:
         self._table = PageTable(max_running, longest)
         self.end_token_ids = end_token_ids
         self._clock = clock
+        self.gate = None if self._drafter is None else gate
         self._entries: dict[ScheduledSequence, Entry] = {}
         self._finished: list[Completion] = []
         self._capture: Capture | None = None
@@ -165,7 +169,7 @@ class Decoder:
     def step(self) -> list[Completion]:
         """Advance every scheduled request once; return what is finished."""
         self._adopt()
-        plan = self._scheduler.plan(self._width)
+        began, plan = self._clock(), self._scheduler.plan(self._open_width())
         assert plan or not self._entries, "requests are left and none of them can move"
         if plan:
             items = self._draft(plan)
@@ -175,14 +179,33 @@ class Decoder:
             self._absorb(items, packed, survivors)
             self._record(items, packed)
             self.num_steps += 1
+            self._observe(items, self._clock() - began)
         finished, self._finished = self._finished, []
         return finished
+
+    def _open_width(self) -> int:
+        """Drafts of the next step."""
+        if self.gate is None or self.gate.opens(len(self._scheduler.running)):
+            return self._width
+        return 0
+
+    def _observe(self, items: list[Item], seconds: float) -> None:
+        """Tell the gate what the step took; not where most of it was prefill."""
+        if self.gate is None:
+            return
+        sizes = [item.scheduled.num_known + len(item.drafts) for item in items]
+        decoded = sum(s for s, item in zip(sizes, items, strict=True) if item.is_single)
+        if 2 * decoded >= sum(sizes):
+            drafted = any(item.drafts for item in items)
+            self.gate.observe(seconds * decoded / sum(sizes), drafted=drafted)
 
     def _adopt(self) -> None:
         """Take new weights for the drafter, if there are some."""
         weights = None if self._newest is None else self._newest()
         if weights is not None and self._drafter is not None:
             self._drafter.adopt(weights)
+            if self.gate is not None:
+                self.gate.expect_change()
 
     def _draft(self, plan: list[Scheduled]) -> list[Item]:
         """Ask the drafter for those that verify drafts in this step."""
@@ -281,6 +304,8 @@ class Decoder:
         accepted = min(num_kept, len(emitted))  # nothing past the end counts
         if item.is_verification:
             entry.counts.record(item.num_drafted, len(item.drafts), accepted)
+            if self.gate is not None and item.drafts:
+                self.gate.count(1, accepted)
         self._extend(entry, emitted)
         sequence.computed += num_known + accepted
         if reason is not None:

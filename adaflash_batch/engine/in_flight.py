@@ -59,6 +59,11 @@ class Item:
     num_choices: int
 
     @property
+    def is_single(self) -> bool:
+        """Whether one known token is in it, as in every step of a text (and in few prefills)."""
+        return self.scheduled.num_known == 1
+
+    @property
     def is_verification(self) -> bool:
         """Whether a text is extended, rather than a prompt (or a preempted text) computed."""
         entry = self.entry

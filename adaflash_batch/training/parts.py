@@ -24,6 +24,7 @@ from adaflash_batch.drafter.config import DrafterConfig, build_target_layer_ids
 from adaflash_batch.drafter.model import DFlash, initialise
 from adaflash_batch.engine.assembly import DecoderPlan, build_decoder
 from adaflash_batch.engine.decoder import Decoder
+from adaflash_batch.engine.tables import embedding_table, head_weight
 from adaflash_batch.engine.target import Target
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.text import TextCodec
@@ -64,16 +65,11 @@ class TargetParts:
     special_ids: tuple[int, ...]
 
     @staticmethod
-    @torch.no_grad()
     def of(target: Target, codec: TextCodec, end_ids: frozenset[int]) -> TargetParts:
         """Take them from a loaded target. Raises ConfigError if its lm_head has a bias."""
-        device, size = target.device, target.hidden_size
-        if target.head(torch.zeros(1, size, dtype=target.dtype, device=device)).any():
-            raise ConfigError(f"{target.name}: its lm_head has a bias, drafters know none")
-        # Through the model's own modules, whatever form their weights were brought into.
         return TargetParts(
-            embedding=target.embed(torch.arange(target.vocab_size, device=device)),
-            head=target.head(torch.eye(size, dtype=target.dtype, device=device)).T.contiguous(),
+            embedding=embedding_table(target),
+            head=head_weight(target),
             config=target.text_config,
             end_ids=end_ids,
             special_ids=codec.special_token_ids,
