@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,8 @@ from adaflash_batch.request import Completion, Prompt, Request, RowError, RowKey
 from adaflash_batch.shards.columns import ContentColumn, check_sampling_columns, detect_content
 from adaflash_batch.shards.identity import check_ids
 from adaflash_batch.shards.inputs import resolve_inputs
-from adaflash_batch.shards.job_folder import JobFolder
+from adaflash_batch.shards.job_folder import FOLDER, JobFolder
+from adaflash_batch.shards.locations import is_local
 from adaflash_batch.shards.open_chunks import OpenChunks
 from adaflash_batch.shards.output import Output
 from adaflash_batch.shards.parquet import ShardInfo, inspect_shard
@@ -27,32 +27,16 @@ from adaflash_batch.shards.recovery import committed
 from adaflash_batch.shards.schema import OutputRow, output_schema
 from adaflash_batch.shards.writer import prepare_output
 from adaflash_batch.spec import JobSpec
-from adaflash_batch.stats import SpeculationCounts
+from adaflash_batch.summary import Learnt, RunFigures, Summary, summarise
 from adaflash_batch.text import Encoded, TextCodec
 
 if TYPE_CHECKING:
+    from adaflash_batch.engine.assembly import Assembly
     from adaflash_batch.engine.decoder import Decoder
+    from adaflash_batch.learning import JobLearning
 
-EXIT_ROW_ERRORS = 3
 # Prompts are tokenised in slices this long, so that the first step waits for one slice only.
 _ENCODED_AT_ONCE = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """How a job ended.
-
-    Attributes:
-        exit_code: 0, or 3 when rows carry errors.
-        fields: what the last line on stdout and summary.json say.
-    """
-
-    exit_code: int
-    fields: dict[str, object]
-
-    def as_dict(self) -> dict[str, object]:
-        """The fields, flat."""
-        return dict(self.fields)
 
 
 def run_job(spec: JobSpec, *, reporter: Reporter) -> Summary:
@@ -79,12 +63,14 @@ def run_job(spec: JobSpec, *, reporter: Reporter) -> Summary:
         fingerprint=fingerprint,
         done=done,
     )
-    run = _Run(spec, infos, content, model, output, reporter)
+    own_store = Path(path) / FOLDER / "drafter" if is_local(filesystem) else None
+    run = _Run(spec, infos, content, model, output, reporter, own_store, done.drafter_version)
     if output.num_rows_left > 0:
         run.decode()
     else:
         reporter.note(f"nothing to do: all {output.num_rows} rows are in {spec.output.directory}")
-    summary = _summarise(spec, run, output, time.monotonic() - began)
+    wall_s = time.monotonic() - began
+    summary = summarise(spec.output.directory, run.figures, output, wall_s)
     # A run that found nothing to do keeps the figures of the one that did it.
     if output.num_parts > 0 or not folder.has_summary():
         folder.write_summary(summary.as_dict())
@@ -139,6 +125,8 @@ class _Run:
         model: Path,
         output: Output,
         reporter: Reporter,
+        own_store: Path | None,
+        committed_version: int | None,
     ) -> None:
         self._spec = spec
         self._infos = infos
@@ -146,20 +134,18 @@ class _Run:
         self._model = model
         self._output = output
         self._reporter = reporter
+        self._own_store = own_store
+        self._committed_version = committed_version
         self._defaults = models.generation_defaults(model)
         self._sampling = spec.sampling.over(_default_sampling(self._defaults))
         self._chunks = OpenChunks(spec.output.chunk_rows, self._commit)
         self._codec: TextCodec
         self._decoder: Decoder
+        self._learning: JobLearning | None = None
         self._end_ids: frozenset[int] = frozenset()
         self._rows_done = output.resumed_rows
         self._began = 0.0
-        self.decode_s = 0.0
-        self.prompt_tokens = 0
-        self.output_tokens = 0
-        self.num_errors = 0
-        self.num_preemptions = 0
-        self.counts = SpeculationCounts()
+        self.figures = RunFigures()
 
     def decode(self) -> None:
         """Decode every row that no committed part holds."""
@@ -168,38 +154,63 @@ class _Run:
         self._reporter.start(self._describe())
         self._began = time.monotonic()
         while self._refill(requests) or self._decoder.has_work:
-            for completion in self._decoder.step():
-                self._take(completion)
-            self.decode_s = time.monotonic() - self._began
-            self.output_tokens = self._decoder.num_generated
+            self._step()
+            self.figures.decode_s = time.monotonic() - self._began
+            self.figures.output_tokens = self._decoder.num_generated
             self._reporter.update(self._progress())
-        self.num_preemptions = self._decoder.num_preemptions
-        self.decode_s = time.monotonic() - self._began
+        self._close()
         self._reporter.finish(self._progress(), [f"output in {self._spec.output.directory}"])
+
+    def _step(self) -> None:
+        began = time.monotonic()
+        completions = self._decoder.step()
+        taken = time.monotonic() - began
+        for completion in completions:
+            self._take(completion)
+        if self._learning is not None:
+            rows_left = self._output.num_rows - self._rows_done
+            self._learning.after_step(completions, taken, rows_left * self._sampling.n)
+
+    def _close(self) -> None:
+        """Fill in the figures that are asked for at the end."""
+        figures, decoder, learning = self.figures, self._decoder, self._learning
+        figures.decode_s = time.monotonic() - self._began
+        figures.num_preemptions = decoder.num_preemptions
+        figures.plain_steps = 0 if decoder.gate is None else decoder.gate.num_closed
+        figures.drafter_version = decoder.drafter_version
+        if learning is not None:
+            counters = learning.counters
+            figures.learnt = Learnt(
+                learning.seconds, counters.rounds, counters.updates, counters.published
+            )
 
     def _load(self) -> None:
         # Torch comes with the engine: a job with nothing to do never waits for it.
-        from adaflash_batch.engine.assembly import DecoderPlan, build_decoder
+        from adaflash_batch.engine.assembly import DecoderPlan, assemble
 
         spec, model = self._spec, self._model
         self._reporter.note(f"loading {spec.model.name}")
-        drafter, store, engine = spec.speculation.drafter, self._versions(), spec.engine
+        drafter, engine = spec.speculation.drafter, spec.engine
         plan = DecoderPlan(
             folder=model,
             name=spec.model.name,
             dtype=spec.model.dtype,
             trust_remote_code=spec.model.trust_remote_code,
             drafter=None if drafter is None else Path(drafter).expanduser(),
-            versions=store,
+            versions=self._versions(),
+            version=self._committed_version,
+            takes_in=spec.speculation.drafter_store is not None,
             tokenizer_digest=models.tokenizer_digest(model),
             width=spec.speculation.width,
+            only_if_it_pays=spec.speculation.when == "pays",
             concurrency=engine.concurrency,
             token_budget=engine.token_budget,
             kv_bytes=engine.kv_bytes,
             context=engine.context,
             threads=engine.threads,
         )
-        decoder = build_decoder(plan, notify=self._reporter.note)
+        assembly = assemble(plan, notify=self._reporter.note)
+        decoder = assembly.decoder
         self._codec = TextCodec.load(
             model,
             use_chat_template=spec.prompt.chat_template,
@@ -216,18 +227,40 @@ class _Run:
         decoder.end_token_ids = self._end_ids
         _check_token_ids(self._sampling, decoder.vocab_size)
         self._decoder = decoder
+        self._begin_learning(assembly)
+
+    def _begin_learning(self, assembly: Assembly) -> None:
+        adapt, versions = self._spec.adapt, self._versions()
+        if assembly.origin is None or adapt.when == "off":
+            return
+        if versions is None:
+            self._reporter.note(
+                "the drafter does not learn: its versions need a local folder, name one with "
+                "--drafter-store"
+            )
+            return
+        from adaflash_batch.drafter.versions import VersionStore
+        from adaflash_batch.learning import JobLearning, learning_plan
+
+        store, plan = VersionStore(versions), learning_plan(self._spec, self._sampling)
+        self._learning = JobLearning(assembly, store, plan, self._reporter.note)
+        self._learning.keep(self._committed_version)
 
     def _versions(self) -> Path | None:
         """The folder of the versions of this model's drafter."""
-        store, model = self._spec.speculation.drafter_store, self._model
+        speculation, model = self._spec.speculation, self._model
+        store = speculation.drafter_store
         if store is None:
-            return None
+            return None if speculation.drafter is None else self._own_store
         name = self._spec.model.name
         identity, digest = models.model_identity(model), models.tokenizer_digest(model)
         return versions_of(Path(store).expanduser(), name, identity, digest)
 
     def _commit(self, chunk: Chunk, rows: Mapping[RowKey, OutputRow]) -> None:
-        self._output.commit(chunk, rows, self._decoder.drafter_version)
+        version = self._decoder.drafter_version
+        self._output.commit(chunk, rows, version)
+        if self._learning is not None:
+            self._learning.keep(version)
 
     def _drafter_line(self) -> str:
         speculation, version = self._spec.speculation, self._decoder.drafter_version
@@ -277,7 +310,7 @@ class _Run:
         if isinstance(encoded, RowError):
             self._chunks.refuse(prompt, encoded)
             self._rows_done += 1
-            self.num_errors += 1
+            self.figures.num_errors += 1
             return
         for sample in range(prompt.sampling.n):
             yield Request(
@@ -308,12 +341,12 @@ class _Run:
         room = self._spec.engine.concurrency - self._decoder.num_waiting
         for request in islice(requests, max(room, 0)):
             self._decoder.add(request)
-            self.prompt_tokens += len(request.token_ids)
+            self.figures.prompt_tokens += len(request.token_ids)
             added = True
         return added
 
     def _take(self, completion: Completion) -> None:
-        self.counts.add(completion.counts)
+        self.figures.counts.add(completion.counts)
         sampling = self._chunks.prompt(completion.key).sampling
         text = None
         if completion.error is None:
@@ -321,7 +354,7 @@ class _Run:
             ends = ends.union(sampling.stop_token_ids)
             text = self._codec.decode(completion.token_ids, stop=sampling.stop, end_ids=ends)
         else:
-            self.num_errors += 1
+            self.figures.num_errors += 1
         if self._chunks.put(completion.key, OutputRow(text, completion)):
             self._rows_done += 1
 
@@ -330,13 +363,13 @@ class _Run:
         return Progress(
             rows_done=self._rows_done,
             rows_total=rows,
-            output_tokens=self.output_tokens,
-            prompt_tokens=self.prompt_tokens,
-            errors=self.num_errors,
+            output_tokens=self.figures.output_tokens,
+            prompt_tokens=self.figures.prompt_tokens,
+            errors=self.figures.num_errors,
             running=self._decoder.num_running,
             waiting=self._decoder.num_waiting,
-            counts=self.counts,
-            elapsed_s=self.decode_s,
+            counts=self.figures.counts,
+            elapsed_s=self.figures.decode_s,
             resumed_rows=resumed,
             most_output_tokens=(rows - resumed) * self._sampling.n * self._sampling.max_new_tokens,
         )
@@ -359,32 +392,3 @@ def _check_token_ids(sampling: Sampling, vocab_size: int) -> None:
     wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
     if wrong is not None:
         raise ConfigError(f"token id {wrong} is not in the model's vocabulary of {vocab_size}")
-
-
-def _summarise(spec: JobSpec, run: _Run, output: Output, wall_s: float) -> Summary:
-    totals = output.totals
-    speed = run.output_tokens / run.decode_s if run.decode_s > 0 else None
-    fields: dict[str, object] = {
-        "rows": totals.num_rows,
-        "resumed_rows": output.resumed_rows,
-        "output_rows": totals.num_output_rows,
-        "errors": totals.num_errors,
-        "completion_tokens": totals.completion_tokens,
-        "truncated_tokens": totals.truncated_tokens,
-        "output_tokens": run.output_tokens,
-        "prompt_tokens": run.prompt_tokens,
-        "elapsed_s": round(run.decode_s, 3),
-        "setup_s": round(wall_s - run.decode_s, 3),
-        "tokens_per_s": None if speed is None else round(speed, 2),
-        # Plain decoding emits one token a step, which says nothing.
-        "emitted_per_step": _rounded(run.counts.emitted_per_step) if run.counts.drafted else None,
-        "acceptance_rate": _rounded(run.counts.acceptance_rate),
-        "preemptions": run.num_preemptions,
-        "parts_written": output.num_parts,
-        "output": spec.output.directory,
-    }
-    return Summary(EXIT_ROW_ERRORS if totals.num_errors else 0, fields)
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)

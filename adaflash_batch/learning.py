@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from math import exp
 
 import torch
 from torch import Tensor
@@ -17,26 +15,28 @@ from adaflash_batch.adapt.inline import InlineLearning
 from adaflash_batch.adapt.losses import Head, Objective
 from adaflash_batch.adapt.optimise import DrafterTrainer
 from adaflash_batch.adapt.optimiser import OptimiserKind
-from adaflash_batch.adapt.publishing import TrainerState
+from adaflash_batch.adapt.publishing import TrainerCounters, TrainerState
 from adaflash_batch.adapt.replay import ReplayPool
 from adaflash_batch.adapt.scoring import Comparison, Scorer
 from adaflash_batch.adapt.trainer import OnlineTrainer, RoundPlan
-from adaflash_batch.drafter.checkpoint import TargetFacts
+from adaflash_batch.drafter import checkpoint
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.drafter.versions import Learnt, TrainingState, VersionStore
 from adaflash_batch.drafter.vocabulary import load_vocabulary
+from adaflash_batch.engine.assembly import Assembly, Origin
 from adaflash_batch.engine.decoder import Decoder
+from adaflash_batch.engine.packed_linear import can_pack
+from adaflash_batch.engine.tables import embedding_table, head_weight
 from adaflash_batch.engine.target import Target
-from adaflash_batch.exchange import (
-    DrafterWeights,
-    Trajectory,
-    TrajectoryMailbox,
-    WeightsMailbox,
-)
-from adaflash_batch.request import Completion
+from adaflash_batch.errors import AdaflashError
+from adaflash_batch.exchange import DrafterWeights, Trajectory, TrajectoryMailbox, WeightsMailbox
+from adaflash_batch.request import Completion, Sampling
+from adaflash_batch.spec import JobSpec
 
 # Of the memory for trajectories: what waits, the newest, those held back; the rest is replayed.
 _WAITING, _RECENT, _HELD_BACK = 0.125, 0.25, 0.0625
+# Tokens that the pace of decoding looks back on.
+_SPAN = 2000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class LearningPlan:
 
     Attributes:
         job: who learns, in words.
+        longest: most tokens of a completion.
         rules: when it learns.
         round: the shape of a round.
         objective, gamma, anchors, optimiser: see DrafterTrainer.
@@ -53,147 +54,268 @@ class LearningPlan:
     """
 
     job: str
+    longest: int
     rules: Rules = field(default_factory=Rules)
     round: RoundPlan = field(default_factory=RoundPlan)
     objective: Objective = field(default_factory=Objective)
     gamma: float = 4.0
     anchors: int = 16
-    optimiser: OptimiserKind = "adamw"
+    optimiser: OptimiserKind = "muon"
     replay_share: float = 0.5
     memory_bytes: int = 2 * 2**30
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The drafter that a job begins with.
+def learning_plan(spec: JobSpec, sampling: Sampling) -> LearningPlan:
+    """What a job's description says of learning."""
+    adapt = spec.adapt
+    return LearningPlan(
+        job=spec.output.directory,
+        longest=sampling.max_new_tokens,
+        rules=Rules(share=adapt.share, only_if_it_pays=adapt.when == "pays"),
+        round=RoundPlan(
+            updates=adapt.updates,
+            batch=adapt.batch,
+            rate=adapt.rate,
+            averaging=adapt.averaging,
+            pull=adapt.pull,
+            seed=sampling.seed,
+        ),
+        objective=Objective(adapt.objective, ce_weight=adapt.ce_weight, clip=adapt.clip),
+        gamma=adapt.gamma,
+        anchors=adapt.anchors,
+        optimiser=adapt.optimiser,
+        replay_share=adapt.replay_share,
+        memory_bytes=adapt.memory_bytes,
+    )
 
-    Attributes:
-        folder: of its checkpoint.
-        version: its number in the store; None while it is not in there.
-    """
 
-    folder: Path
-    version: int | None
-
-
-@dataclass(slots=True)
-class _Seen:
-    """Trajectories that came since the last version."""
-
-    rows: int = 0
-    tokens: int = 0
-
-
-class StorePublisher:
-    """Keeps versions on disk, then hands their weights to the decoder.
+class JobLearning:
+    """What the loop of a job calls: after every step, and when a chunk is committed.
 
     Args:
-        store: of the versions.
-        origin: becomes the first version if the store has none.
-        net: of the drafter's shape, in the dtype of decoding; written to.
-        facts: of the target.
-        outbox: to the decoder.
-        control: whose state goes with each version.
+        assembly: a decoder with a drafter, before its first request.
+        store: of the drafter's versions.
+        plan: how it learns.
+        notify: takes lines for people.
     """
 
     def __init__(
         self,
+        assembly: Assembly,
         store: VersionStore,
-        origin: Origin,
-        net: DFlash,
-        facts: TargetFacts,
+        plan: LearningPlan,
+        notify: Callable[[str], None],
+    ) -> None:
+        assert assembly.origin is not None
+        self._decoder, self._store, self._notify = assembly.decoder, store, notify
+        self._pace = _Pace(self._decoder, plan.longest)
+        self._inbox = TrajectoryMailbox(int(plan.memory_bytes * _WAITING))
+        outbox, control = WeightsMailbox(), LearningControl(plan.rules)
+        self._publisher = _StorePublisher(assembly, store, outbox, control, plan.job)
+        self._trainer = _trainer(assembly, plan, self._inbox, self._publisher)
+        self._inline = InlineLearning(self._trainer, control, notify=notify)
+        self._restore(assembly.origin, control)
+        layers = self._publisher.net.config.target_layer_ids
+        self._decoder.capture(layers, self._take)
+        self._decoder.follow(outbox.take)
+        self._has_failed = False
+
+    def _restore(self, origin: Origin, control: LearningControl) -> None:
+        """Go on from what a trainer left with this version, if one did."""
+        state = None if origin.version is None else self._store.training_state(origin.version)
+        if state is not None and origin.version is not None:
+            counters = state.facts["counters"]
+            self._trainer.restore(TrainerState(state.tensors, counters), origin.version)
+            control.restore(state.facts["control"])
+            self._publisher.updates = counters["updates"]
+
+    def _take(self, trajectory: Trajectory) -> None:
+        self._publisher.rows += 1
+        self._publisher.tokens += len(trajectory.token_ids) - trajectory.prompt_length
+        self._inbox.put(trajectory)
+
+    def after_step(self, completions: Sequence[Completion], seconds: float, left: int) -> None:
+        """Learn, if it is time to.
+
+        Args:
+            completions: that the step finished.
+            seconds: that it took.
+            left: requests of the job that are not finished.
+        """
+        self._pace.note(completions, seconds)
+        for completion in completions:
+            self._inline.observe(completion.counts)
+        if self._has_failed:
+            return
+        try:
+            self._inline.between_steps(self._pace.outlook(left))
+        except (AdaflashError, OSError) as error:
+            # Texts do not depend on learning, so a full disk must not end the job here.
+            self._has_failed = True
+            self._notify(f"learning has ended, no version can be kept any more: {error}")
+
+    def keep(self, version: int | None) -> None:
+        """A part was committed with this version: it stays on disk until another one was."""
+        self._store.pinned = frozenset() if version is None else frozenset({version})
+
+    @property
+    def seconds(self) -> float:
+        """Spent on learning."""
+        return self._inline.seconds
+
+    @property
+    def counters(self) -> TrainerCounters:
+        """What came of it."""
+        return self._trainer.counters
+
+
+class _StorePublisher:
+    """Keeps versions on disk, then hands their weights to the decoder.
+
+    Attributes:
+        net: of the drafter's shape, in the dtype of decoding; written to.
+        rows, tokens: that came since the last version.
+        updates: of the trainer when it was made.
+    """
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        store: VersionStore,
         outbox: WeightsMailbox,
         control: LearningControl,
         job: str,
     ) -> None:
-        self.seen = _Seen()
-        self._store, self._origin, self._net, self._facts = store, origin, net, facts
-        self._outbox, self._control, self._job = outbox, control, job
-        self._version, self._updates = origin.version, 0
+        assert assembly.origin is not None
+        self._origin, self._facts = assembly.origin, assembly.facts
+        self._store, self._outbox, self._control, self._job = store, outbox, control, job
+        self._version = assembly.origin.version
+        dtype = assembly.decoder.target.dtype
+        self.net = checkpoint.load(self._origin.folder, self._facts, dtype=dtype)
+        self.net.requires_grad_(False)
+        self.rows = self.tokens = self.updates = 0
 
     @torch.no_grad()
     def publish(
         self, weights: Mapping[str, Tensor], state: TrainerState, comparison: Comparison
     ) -> int:
-        """See Publisher. The version is whole on disk before anything is drafted with it."""
+        """See Publisher. A version is whole on disk before anything is drafted with it."""
         if self._version is None:
-            self._version = self._store.import_checkpoint(
-                self._origin.folder, self._facts, self._job
-            )
-        for name, parameter in self._net.named_parameters():
+            folder = self._origin.folder
+            self._version = self._store.import_checkpoint(folder, self._facts, self._job)
+        for name, parameter in self.net.named_parameters():
             parameter.copy_(weights[name])
-        learnt = Learnt(
-            job=self._job,
-            rows=self.seen.rows,
-            tokens=self.seen.tokens,
-            updates=state.counters["updates"] - self._updates,
-            tau_before=comparison.before,
-            tau_after=comparison.after,
-        )
         facts = {"counters": dict(state.counters), "control": self._control.state()}
-        kept = TrainingState(state.tensors, facts)
-        self._version = self._store.publish(self._net, learnt, kept, parent=self._version)
-        self.seen, self._updates = _Seen(), state.counters["updates"]
+        self._version = self._store.publish(
+            self.net,
+            self._learnt(state, comparison),
+            TrainingState(state.tensors, facts),
+            parent=self._version,
+        )
+        self.rows, self.tokens, self.updates = 0, 0, state.counters["updates"]
         self._outbox.put(DrafterWeights(self._version, weights))
         return self._version
 
+    def _learnt(self, state: TrainerState, comparison: Comparison) -> Learnt:
+        return Learnt(
+            job=self._job,
+            rows=self.rows,
+            tokens=self.tokens,
+            updates=state.counters["updates"] - self.updates,
+            tau_before=comparison.before,
+            tau_after=comparison.after,
+        )
 
-class JobLearning:
-    """What the loop of a job calls.
+
+def _trainer(
+    assembly: Assembly, plan: LearningPlan, inbox: TrajectoryMailbox, publisher: _StorePublisher
+) -> OnlineTrainer:
+    target, origin, net = assembly.decoder.target, assembly.origin, publisher.net
+    assert origin is not None
+    embedding, head = embedding_table(target), _head(target, origin, net)
+    core = DrafterTrainer(
+        checkpoint.load(origin.folder, assembly.facts, dtype=torch.float32).to(target.device),
+        embedding=embedding,
+        head=head,
+        objective=plan.objective,
+        gamma=plan.gamma,
+        anchors=plan.anchors,
+        weight_decay=0.0,
+        compute=_compute(target),
+        optimiser=plan.optimiser,
+    )
+    scorer = Scorer(net.to(target.device), embedding=embedding, head=head)
+    version = origin.version or 0
+    return OnlineTrainer(core, inbox, _pool(plan), scorer, publisher, plan.round, version=version)
+
+
+def _head(target: Target, origin: Origin, net: DFlash) -> Head:
+    token_ids = load_vocabulary(origin.folder, net.config)
+    if token_ids is None:
+        return Head(head_weight(target))
+    token_ids = token_ids.to(target.device)
+    row_of_token = torch.full((target.vocab_size,), -1, dtype=torch.int64, device=target.device)
+    row_of_token[token_ids] = torch.arange(len(token_ids), device=target.device)
+    return Head(head_weight(target, token_ids), row_of_token, token_ids)
+
+
+def _pool(plan: LearningPlan) -> ReplayPool:
+    whole = plan.memory_bytes
+    return ReplayPool(
+        seed=plan.round.seed,
+        recent_bytes=int(whole * _RECENT),
+        replay_bytes=int(whole * (1.0 - _WAITING - _RECENT - _HELD_BACK)),
+        held_back_bytes=int(whole * _HELD_BACK),
+        replay_share=plan.replay_share,
+    )
+
+
+def _compute(target: Target) -> torch.dtype:
+    """bfloat16 where the machine multiplies it fast; the master weights are float32 anyway."""
+    device = target.device
+    is_fast = device.type != "cpu" or can_pack(torch.bfloat16, device)
+    return torch.bfloat16 if target.dtype == torch.bfloat16 and is_fast else torch.float32
+
+
+class _Pace:
+    """How fast decoding goes, and how much of it is left.
 
     Args:
-        decoder: with a drafter; before its first request.
-        origin: the drafter that it has.
-        store: of its versions.
-        plan: how it learns.
-        facts: of the target.
-        notify: takes lines for people.
-
-    Attributes:
-        is_on: whether it still learns; False after a version could not be kept.
+        decoder: whose counters tell what a step did.
+        longest: tokens that a completion is expected to have before one is finished.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        origin: Origin,
-        store: VersionStore,
-        plan: LearningPlan,
-        facts: TargetFacts,
-        notify: Callable[[str], None],
-    ) -> None:
-        self._decoder, self._notify = decoder, notify
-        self._control, self._pace = LearningControl(plan.rules), _Pace(decoder)
-        waiting = int(plan.memory_bytes * _WAITING)
-        self._inbox, outbox = TrajectoryMailbox(waiting), WeightsMailbox()
-        net = drafter_net(origin, facts, decoder.target.dtype)
-        self._publisher = StorePublisher(
-            store, origin, net, facts, outbox, self._control, plan.job
-        )
-        self._trainer = self._build(origin, plan, facts, net)
-        self._placement = InlineLearning(self._trainer, self._control, notify=notify)
-        self._restore(store, origin)
-        decoder.capture(net.config.target_layer_ids, self._take)
-        decoder.follow(outbox.take)
-        self.is_on = True
+    def __init__(self, decoder: Decoder, longest: int) -> None:
+        self._decoder, self._longest = decoder, longest
+        self._seconds = self._tokens = 0.0
+        self._finished = self._finished_tokens = 0
+        self._before = self._counts()
 
-    def _build(
-        self, origin: Origin, plan: LearningPlan, facts: TargetFacts, net: DFlash
-    ) -> OnlineTrainer:
-        target = self._decoder.target
-        embedding, head = shared_parts(target, load_vocabulary(origin.folder, net.config))
-        core = DrafterTrainer(
-            drafter_net(origin, facts, torch.float32),
-            embedding=embedding,
-            head=head,
-            objective=plan.objective,
-            gamma=plan.gamma,
-            anchors=plan.anchors,
-            weight_decay=0.0,
-            compute=compute_dtype(target),
-            optimiser=plan.optimiser,
-        )
-        scorer = Scorer(net, embedding=embedding, head=head)
-        return OnlineTrainer(
-            core, self._inbox, _pool(plan), scorer, self._publisher, plan.round, version=origin.version or 0
+    def _counts(self) -> tuple[int, int, int]:
+        decoder = self._decoder
+        return decoder.num_generated, decoder.num_prefilled, decoder.target.num_forward_tokens
+
+    def note(self, completions: Sequence[Completion], seconds: float) -> None:
+        """Take in a step."""
+        now = self._counts()
+        generated, prefilled, passed = (a - b for a, b in zip(now, self._before, strict=True))
+        self._before = now
+        keep = exp(-generated / _SPAN)
+        # Drafts shorten what is not prefill.
+        share = 1.0 - prefilled / passed if passed else 0.0
+        self._seconds = self._seconds * keep + seconds * share
+        self._tokens = self._tokens * keep + generated
+        self._finished += len(completions)
+        self._finished_tokens += sum(len(each.token_ids) for each in completions)
+
+    def outlook(self, left: int) -> Outlook:
+        """What is ahead with so many requests left."""
+        mean = self._finished_tokens / self._finished if self._finished else self._longest
+        begun = self._decoder.num_generated - self._finished_tokens
+        gate, pace = self._decoder.gate, self._seconds / max(self._tokens, 1.0)
+        return Outlook(
+            tokens=max(left * mean - begun, 0.0),
+            seconds_per_token=pace,
+            tau=1.0 if gate is None else gate.emitted,
+            step_price=None if gate is None else gate.price,
         )

@@ -28,8 +28,11 @@ _CHANGES_NO_TEXT = frozenset(
         "speculation.drafter",
         "speculation.drafter_store",
         "speculation.width",
+        "speculation.when",
     }
 )
+# Whole sections of which the same is true.
+_CHANGING_NO_TEXT = frozenset({"adapt"})
 _BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -67,6 +70,8 @@ LogitBias = dict[
     Annotated[int, Field(ge=0, strict=False)], Annotated[float, Field(allow_inf_nan=False)]
 ]
 Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Drafter = Annotated[Name | None, BeforeValidator(_none_if_off)]
 Size = Annotated[str, BeforeValidator(_as_size)]
 
@@ -210,6 +215,50 @@ class SpeculationSection(BaseModel):
     """Folder of drafters kept between jobs; the model's current version drafts."""
     width: Count | None = None
     """Draft tokens verified at once; the drafter's block less one unless given."""
+    when: Literal["pays", "always"] = "pays"
+    """Draft only in steps where that is faster than plain decoding, or in all."""
+
+
+class AdaptSection(BaseModel):
+    """How the drafter learns while the job runs; changes no text."""
+
+    model_config = _SECTION
+
+    when: Literal["pays", "always", "off"] = "pays"
+    """Learn while it pays within the job, all the time (for later jobs), or never."""
+    share: Share = 0.5
+    """Most of the time that learning may take."""
+    objective: Literal["opd", "forward_kl", "ce"] = "opd"
+    """What the drafter is trained for: opd mixes cross-entropy and reverse KL."""
+    ce_weight: Share = 0.8
+    """Share of the cross-entropy in opd."""
+    clip: Positive | None = None
+    """Nats that one vocabulary entry adds to the reverse KL at the most."""
+    gamma: Positive = 4.0
+    """Draft positions count less by exp(-1 / gamma) each."""
+    optimiser: Literal["adamw", "muon"] = "muon"
+    """Muon for the projections, AdamW for the rest; or AdamW for all."""
+    rate: Positive = 1e-3
+    """Learning rate."""
+    updates: Count = 16
+    """Updates of a round; only a round that proves better is drafted with."""
+    batch: Count = 8
+    """Texts of an update."""
+    anchors: Count = 16
+    """Blocks of each of them."""
+    replay_share: Share = 0.5
+    """Share of an update's texts that come from the whole job; the rest are the newest."""
+    averaging: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share that averaged weights keep of themselves in an update; 0 drafts with the weights."""
+    pull: Annotated[float, Field(ge=0)] = 0.0
+    """Pull back to the weights that a round began with, relative to the learning rate."""
+    memory: Size = "1GiB"
+    """For the states of finished texts to learn from."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """`memory` in bytes."""
+        return parse_bytes(self.memory)
 
 
 class JobSpec(BaseModel):
@@ -224,6 +273,7 @@ class JobSpec(BaseModel):
     sampling: SamplingSection = SamplingSection()
     engine: EngineSection = EngineSection()
     speculation: SpeculationSection = SpeculationSection()
+    adapt: AdaptSection = AdaptSection()
 
     @classmethod
     def from_sources(
@@ -260,6 +310,7 @@ class JobSpec(BaseModel):
         return {
             f"{section}.{name}": value
             for section, fields in self.to_json().items()
+            if section not in _CHANGING_NO_TEXT
             for name, value in fields.items()
             if f"{section}.{name}" not in _CHANGES_NO_TEXT
         }
@@ -299,9 +350,15 @@ def _build(given: GivenValues) -> JobSpec:
     check_column_fields(spec.input.columns, given.place("input", "columns"))
     _check_sampling(spec.sampling, given)
     drafters = {"drafter", "drafter_store"} & spec.speculation.model_fields_set
-    if spec.speculation.width and not drafters:
-        place = given.place("speculation", "width")
-        raise ConfigError(f"{place} needs a drafter", "add --drafter DIR")
+    wanting = {
+        ("speculation", "width"): spec.speculation.width is not None,
+        ("speculation", "when"): spec.speculation.when == "always",
+        ("adapt", "when"): spec.adapt.when == "always",
+    }
+    for (section, name), wants in wanting.items():
+        if wants and not drafters:
+            place = given.place(section, name)
+            raise ConfigError(f"{place} needs a drafter", "add --drafter DIR")
     return spec
 
 

@@ -18,12 +18,18 @@ _FLAG_NAMES: dict[str, str | None] = {
     "output.prefix": "--output-prefix",
     "model.name": "--model",
     "sampling.logit_bias": None,
+    "speculation.when": "--speculate",
+    "adapt.when": "--adapt",
+    "adapt.share": "--adapt-share",
+    "adapt.objective": "--adapt-objective",
 }
 _GLOB_CHARACTERS = frozenset("*?[")
 
 
 def flag_name(section: str, name: str) -> str | None:
     """The flag of a key, `INPUTS` for the argument, None for what only the job file can say."""
+    if section == "adapt":
+        return _FLAG_NAMES.get(f"{section}.{name}")
     return _FLAG_NAMES.get(f"{section}.{name}", "--" + name.replace("_", "-"))
 
 

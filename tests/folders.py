@@ -17,9 +17,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from adaflash_batch.drafter import checkpoint
 from adaflash_batch.drafter.config import DrafterConfig
 from adaflash_batch.drafter.model import DFlash, initialise
-from adaflash_batch.job import Summary, run_job
+from adaflash_batch.job import run_job
 from adaflash_batch.report.live import Progress
 from adaflash_batch.spec import JobSpec
+from adaflash_batch.summary import Summary
 
 CONTEXT = 256
 SPECIAL = ("<s>", "<|im_start|>", "<|im_end|>")

@@ -15,6 +15,7 @@ PACKAGE = "adaflash_batch"
 LAYERS: list[set[str]] = [
     {"cli"},
     {"job", "training"},
+    {"learning", "summary"},
     {"shards", "engine", "adapt", "report"},
     {"drafter", "kernels"},
     {
@@ -109,8 +110,8 @@ WITHOUT_TORCH = [
     *("cli", "training.commands", "training.plan", "training.prompts"),
     *("training.version_commands", "drafter.store"),
     *("durable", "errors", "exchange", "request", "spec", "spec_sources", "stats"),
-    *("engine.pages", "engine.scheduler", "report.live"),
-    *("adapt.control", "adapt.replay", "adapt.round_report"),
+    *("engine.pages", "engine.scheduler", "engine.gate", "report.live", "summary"),
+    *("adapt.balance", "adapt.control", "adapt.replay", "adapt.round_report"),
     *(module.removeprefix(f"{PACKAGE}.") for module in MODULES if room_of(module) == "shards"),
 ]
 

@@ -113,12 +113,16 @@ class VersionStore:
         folder: there or not; only writing makes it.
         keep: how many stay: the newest, and as many ancestors of the current one. The current
             version and its parent always stay.
+
+    Attributes:
+        pinned: versions that stay, too, as long as this object is the one that publishes.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = KEEP) -> None:
         assert keep >= 1
         self.folder = Path(folder)
         self._keep = keep
+        self.pinned: frozenset[int] = frozenset()
 
     def current(self) -> int | None:
         """The version that drafts, None where there is none yet."""
@@ -320,6 +324,7 @@ class VersionStore:
         # Renamed first: a version without some of its files must never be taken for a whole one.
         numbers = self.numbers()
         kept = {current, *numbers[-self._keep :], *islice(self.ancestors(current), self._keep)}
+        kept |= self.pinned
         for number in numbers:
             if number not in kept:
                 path = self._path(number)

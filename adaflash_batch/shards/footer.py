@@ -53,6 +53,7 @@ class PartFooter:
         chunk_index, first_row: which of its rows; their number is in `totals`.
         totals: sums over the part's rows.
         drafter_version: committed with this part, None if there is no drafter.
+        sequence: how many parts of the job were committed before it.
     """
 
     fingerprint: str
@@ -63,6 +64,7 @@ class PartFooter:
     first_row: int
     totals: Totals
     drafter_version: int | None
+    sequence: int = 0
 
     def to_metadata(self) -> dict[bytes, bytes]:
         """As Parquet key-value metadata; the values are JSON."""
@@ -116,6 +118,7 @@ def make_footer(
     fingerprint: str,
     shard_digest: str,
     drafter_version: int | None = None,
+    sequence: int = 0,
 ) -> PartFooter:
     """The footer of the part of a chunk."""
     return PartFooter(
@@ -127,4 +130,5 @@ def make_footer(
         first_row=chunk.first_row,
         totals=sum_rows(chunk.num_rows, outputs),
         drafter_version=drafter_version,
+        sequence=sequence,
     )

@@ -72,6 +72,7 @@ class Output:
             fingerprint=self._fingerprint,
             shard_digest=self._infos[chunk.shard.index].digest,
             drafter_version=drafter_version,
+            sequence=self._done.num_committed + self.num_parts,
         )
         name = part_name(chunk.shard.index, chunk.index)
         table = build_table(chunk, rows, schema)

@@ -29,13 +29,15 @@ class Committed:
     Attributes:
         done: (shard, chunk) of each.
         totals: sums over them.
-        drafter_version: the newest that was committed with one of them.
+        drafter_version: that was committed with the last one of them.
+        num_committed: parts that the job had committed by then; some may have been lost since.
         notes: lines for people about files that do not count.
     """
 
     done: set[tuple[int, int]] = field(default_factory=set)
     totals: Totals = field(default_factory=Totals)
     drafter_version: int | None = None
+    num_committed: int = 0
     notes: list[str] = field(default_factory=list)
 
     def is_done(self, shard_index: int, chunk_index: int) -> bool:
@@ -45,8 +47,9 @@ class Committed:
     def _add(self, footer: PartFooter) -> None:
         self.done.add((footer.shard_index, footer.chunk_index))
         self.totals += footer.totals
-        versions = (self.drafter_version, footer.drafter_version)
-        self.drafter_version = max((v for v in versions if v is not None), default=None)
+        if footer.sequence >= self.num_committed:
+            self.num_committed = footer.sequence + 1
+            self.drafter_version = footer.drafter_version
 
 
 def committed(

@@ -1,0 +1,116 @@
+"""What a job says of itself when it ends: the last line on stdout, and summary.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from adaflash_batch.shards.output import Output
+from adaflash_batch.stats import SpeculationCounts
+
+EXIT_ROW_ERRORS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """How a job ended.
+
+    Attributes:
+        exit_code: 0, or 3 when rows carry errors.
+        fields: what the last line on stdout and summary.json say.
+    """
+
+    exit_code: int
+    fields: dict[str, object]
+
+    def as_dict(self) -> dict[str, object]:
+        """The fields, flat."""
+        return dict(self.fields)
+
+
+@dataclass(slots=True)
+class Learnt:
+    """What learning came to in this run.
+
+    Attributes:
+        seconds: that it took, of `decode_s`.
+        rounds, updates, published: see TrainerCounters.
+    """
+
+    seconds: float = 0.0
+    rounds: int = 0
+    updates: int = 0
+    published: int = 0
+
+
+@dataclass(slots=True)
+class RunFigures:
+    """What this process did of a job.
+
+    Attributes:
+        decode_s: seconds from the first request to the last row, learning included.
+        prompt_tokens: of the requests that it took in.
+        output_tokens: that it generated.
+        num_errors: rows that it ended with an error.
+        num_preemptions: of requests.
+        plain_steps: steps that drafted nothing since it did not pay.
+        drafter_version: that drafted last, None without a drafter.
+    """
+
+    decode_s: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    num_errors: int = 0
+    num_preemptions: int = 0
+    plain_steps: int = 0
+    drafter_version: int | None = None
+    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
+    learnt: Learnt = field(default_factory=Learnt)
+
+
+def summarise(directory: str, run: RunFigures, output: Output, wall_s: float) -> Summary:
+    """The summary of a job that came to its end.
+
+    Args:
+        directory: of the output, as the user named it.
+        run: what this process did.
+        output: what is committed, by earlier runs too.
+        wall_s: seconds of this run.
+    """
+    totals, counts = output.totals, run.counts
+    speed = run.output_tokens / run.decode_s if run.decode_s > 0 else None
+    fields: dict[str, object] = {
+        "rows": totals.num_rows,
+        "resumed_rows": output.resumed_rows,
+        "output_rows": totals.num_output_rows,
+        "errors": totals.num_errors,
+        "completion_tokens": totals.completion_tokens,
+        "truncated_tokens": totals.truncated_tokens,
+        "output_tokens": run.output_tokens,
+        "prompt_tokens": run.prompt_tokens,
+        "elapsed_s": round(run.decode_s, 3),
+        "setup_s": round(wall_s - run.decode_s, 3),
+        "tokens_per_s": None if speed is None else round(speed, 2),
+        # Plain decoding emits one token a step, which says nothing.
+        "emitted_per_step": _rounded(counts.emitted_per_step) if counts.drafted else None,
+        "acceptance_rate": _rounded(counts.acceptance_rate),
+        "plain_steps": run.plain_steps,
+        "drafter_version": run.drafter_version,
+        **_learning(run.learnt),
+        "preemptions": run.num_preemptions,
+        "parts_written": output.num_parts,
+        "output": directory,
+    }
+    return Summary(EXIT_ROW_ERRORS if totals.num_errors else 0, fields)
+
+
+def _learning(learnt: Learnt) -> Mapping[str, object]:
+    return {
+        "learning_s": round(learnt.seconds, 3),
+        "updates": learnt.updates,
+        "versions_published": learnt.published,
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
