@@ -238,7 +238,7 @@ class AdaptSection(BaseModel):
     """Draft positions count less by exp(-1 / gamma) each."""
     optimiser: Literal["adamw", "muon"] = "muon"
     """Muon for the projections, AdamW for the rest; or AdamW for all."""
-    rate: Positive = 3e-4
+    rate: Positive = 5e-4
     """Learning rate."""
     updates: Count = 16
     """Updates of a round; only a round that proves better is drafted with."""
