@@ -172,7 +172,8 @@ def draft_loss(
     """
     assert labels is not None or teacher is not None, "neither labels nor a teacher"
     assert teacher is not None or objective.kind == "ce", f"{objective.kind} needs a teacher"
-    wants_gradient = student.requires_grad and torch.is_grad_enabled()
+    inputs = (student, *(bias or ()))
+    wants_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
     with torch.no_grad():
         chosen = _choose(head, weights, labels)
         if total_weight is None:
@@ -190,16 +191,13 @@ def draft_loss(
         loss = loss / total_weight if len(chosen.positions) else loss
     if gradients is None:
         return loss, stats
-    pairs = [(student, gradients.student)]
-    if bias is not None:
-        pairs += [(bias.latents, gradients.latents), (bias.table, gradients.table)]
-    flat = [tensor for pair in pairs for tensor in pair]
+    flat = [tensor for pair in zip(inputs, gradients, strict=False) for tensor in pair]
     attached = _WithGradient.apply(loss, *flat)  # type: ignore[no-untyped-call]
     return cast(Tensor, attached), stats
 
 
 class _Gradients(NamedTuple):
-    """Of the loss; the table's in float32, since every chunk adds to all of it."""
+    """Of the loss, empty where none is wanted; the table's in float32: every chunk adds to it."""
 
     student: Tensor
     latents: Tensor
@@ -208,19 +206,21 @@ class _Gradients(NamedTuple):
     @staticmethod
     def of(student: Tensor, bias: Bias | None) -> _Gradients:
         nothing = student.new_zeros(0)
-        if bias is None:
-            return _Gradients(torch.zeros_like(student), nothing, nothing)
+        own = torch.zeros_like(student) if student.requires_grad else nothing
+        if bias is None or not any(each.requires_grad for each in bias):
+            return _Gradients(own, nothing, nothing)
         kind = torch.promote_types(bias.table.dtype, torch.float32)
         table = torch.zeros_like(bias.table, dtype=kind)
-        return _Gradients(torch.zeros_like(student), torch.zeros_like(bias.latents), table)
+        return _Gradients(own, torch.zeros_like(bias.latents), table)
 
     def add(
         self, positions: Tensor, by_logit: Tensor, share: Tensor, weight: Tensor, bias: Bias | None
     ) -> None:
         """A chunk's part, from the gradient by its logits before weighting."""
         by_logit = by_logit.to(weight.dtype)
-        self.student[positions] = (by_logit @ weight * share).to(self.student.dtype)
-        if bias is not None:
+        if len(self.student):
+            self.student[positions] = (by_logit @ weight * share).to(self.student.dtype)
+        if bias is not None and len(self.table):
             by_latent = by_logit.to(bias.table.dtype) @ bias.table * share
             self.latents[positions] = by_latent.to(self.latents.dtype)
             shared = (bias.latents[positions] * share).to(by_logit.dtype)
