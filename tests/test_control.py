@@ -139,7 +139,7 @@ def test_rounds_that_gain_nothing_end_it() -> None:
         control.charge(10.0)
         control.end_round(0.0)
         num_rounds += 1
-    assert num_rounds == 4
+    assert num_rounds == 7
     assert "save" in measured(0.0, 10.0).decide(1e9, Outlook(1.0, 1.0)).reason
 
 

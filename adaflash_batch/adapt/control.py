@@ -118,7 +118,7 @@ class Rules:
     hope: float = 2.0
     only_if_it_pays: bool = True
     first_gain: float = 0.1
-    memory: float = 0.5
+    memory: float = 0.7
     fall: float = 0.07
     short: float = 3000.0
     long: float = 30000.0
