@@ -13,6 +13,7 @@ from nets import DFLASH2, DSPARK, PROJECTED, TINY, random_drafter
 from torch import Tensor
 from trajectories import TABLE, TRAJECTORIES, repeating
 
+from adaflash_batch.adapt.blocks import pick_anchors
 from adaflash_batch.adapt.losses import Head, Objective
 from adaflash_batch.adapt.optimise import DrafterTrainer
 from adaflash_batch.adapt.parameters import is_new, is_projection
@@ -134,7 +135,9 @@ def test_factors_have_the_gradient_of_the_product(member: str) -> None:
     run(low, range(3), 1e-2)  # B is no longer zero
     whole.restore(low.state())
     for made in (low, whole):
-        result = made._loss(TRAJECTORIES[:3], torch.Generator().manual_seed(9))
+        texts = TRAJECTORIES[:3]
+        anchors = pick_anchors(texts, 12, torch.Generator().manual_seed(9))
+        result = made._batch(made.working, texts, anchors)
         result.value.backward()  # type: ignore[no-untyped-call]
         made._moved.collect_gradients()
     for name, parameter in whole.net.named_parameters():

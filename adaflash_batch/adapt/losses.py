@@ -9,13 +9,13 @@ the drafter's hidden states is made in the forward pass, while a chunk's logits 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from adaflash_batch.adapt.known_gradient import with_gradient
 from adaflash_batch.errors import ConfigError
 
 LossKind = Literal["ce", "forward_kl", "opd"]
@@ -92,6 +92,11 @@ class Head:
         row_of_token[token_ids] = torch.arange(len(token_ids), device=weight.device)
         assert int((row_of_token >= 0).sum()) == len(token_ids), "a token occurs twice"
         return Head(weight.detach()[token_ids], row_of_token, token_ids)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Head:
+        """The same on another device, the weight in this dtype."""
+        ids = [None if x is None else x.to(device) for x in (self.row_of_token, self.token_ids)]
+        return Head(self.weight.to(device, dtype), *ids)
 
     def rows(self, token_ids: Tensor) -> Tensor:
         """The row of each token, -1 outside the draft vocabulary."""
@@ -191,9 +196,8 @@ def draft_loss(
         loss = loss / total_weight if len(chosen.positions) else loss
     if gradients is None:
         return loss, stats
-    flat = [tensor for pair in zip(inputs, gradients, strict=False) for tensor in pair]
-    attached = _WithGradient.apply(loss, *flat)  # type: ignore[no-untyped-call]
-    return cast(Tensor, attached), stats
+    pairs = list(zip(inputs, gradients, strict=False))
+    return with_gradient(loss, pairs), stats
 
 
 class _Gradients(NamedTuple):
@@ -225,25 +229,6 @@ class _Gradients(NamedTuple):
             self.latents[positions] = by_latent.to(self.latents.dtype)
             shared = (bias.latents[positions] * share).to(by_logit.dtype)
             self.table.add_(by_logit.T @ shared)
-
-
-class _WithGradient(torch.autograd.Function):
-    """A value whose gradients by its inputs are known already."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, *pairs: Tensor) -> Tensor:
-        """pairs: an input, its gradient, the next input, ..."""
-        ctx.save_for_backward(*pairs[1::2])
-        ctx.dtypes = [tensor.dtype for tensor in pairs[::2]]
-        return value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, by_value: Tensor) -> tuple[Tensor | None, ...]:
-        found: list[Tensor | None] = [None]
-        for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
-            found += [(gradient * by_value.to(gradient.dtype)).to(dtype), None]
-        return tuple(found)
 
 
 class _Chosen(NamedTuple):

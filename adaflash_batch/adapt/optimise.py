@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from adaflash_batch.adapt.block_attention import forward_blocks
-from adaflash_batch.adapt.blocks import pack_features, pack_teacher, sample_blocks
+from adaflash_batch.adapt.batch_loss import BatchLoss
+from adaflash_batch.adapt.blocks import pick_anchors
 from adaflash_batch.adapt.losses import Head, Objective
-from adaflash_batch.adapt.member_losses import MemberLoss, member_loss
 from adaflash_batch.adapt.optimiser import Optimiser, OptimiserKind
 from adaflash_batch.adapt.parameters import AdaptedParameters, MovedParameters
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.exchange import Trajectory
 
-_CLIP = 1.0
+LARGEST_GRADIENT = 1.0
+"""The norm that the gradients of an update are shortened to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,28 @@ class Update:
     clip_rate: float
     positions: int
     is_dropped: bool
+
+
+class Trainer(Protocol):
+    """A drafter's master weights with what moves them, as an OnlineTrainer drives it."""
+
+    @property
+    def net(self) -> DFlash:
+        """The master weights, float32, as the last call left them; to be read only."""
+
+    def update(
+        self, trajectories: Sequence[Trajectory], generator: torch.Generator, rate: float
+    ) -> Update:
+        """See DrafterTrainer."""
+
+    def pull(self, weights: Mapping[str, Tensor], share: float) -> None:
+        """See DrafterTrainer."""
+
+    def state(self) -> dict[str, Tensor]:
+        """See DrafterTrainer; whole tensors, however they are held."""
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """See DrafterTrainer."""
 
 
 class DrafterTrainer:
@@ -74,9 +96,8 @@ class DrafterTrainer:
     ) -> None:
         self.net = net
         self._moved = MovedParameters(net, compute=compute, kind=parameters, rank=rank)
-        self._embedding = embedding.to(compute)
-        self._head = dataclasses.replace(head, weight=head.weight.to(compute))
-        self._objective, self._gamma, self._anchors = objective, gamma, anchors
+        self._batch = BatchLoss(embedding, head, objective, gamma).to(embedding.device, compute)
+        self._anchors = anchors
         self._optimiser = Optimiser(self._moved.masters, kind=optimiser, weight_decay=weight_decay)
 
     @property
@@ -87,7 +108,7 @@ class DrafterTrainer:
     @property
     def needs_teacher(self) -> bool:
         """Whether trajectories must come with last hidden states."""
-        return self._objective.kind != "ce"
+        return self._batch.needs_teacher
 
     def update(
         self, trajectories: Sequence[Trajectory], generator: torch.Generator, rate: float
@@ -99,7 +120,8 @@ class DrafterTrainer:
             generator: picks the anchors.
             rate: the learning rate of this step.
         """
-        result = self._loss(trajectories, generator)
+        anchors = pick_anchors(trajectories, self._anchors, generator)
+        result = self._batch(self.working, trajectories, anchors)
         rate_of_hits = result.hits / result.positions if result.positions else 0.0
         loss = float(result.value.detach())
         is_sound = result.value.requires_grad and math.isfinite(loss)
@@ -125,31 +147,10 @@ class DrafterTrainer:
             parameter.lerp_(weights[name], share)
         self._moved.spread_all()
 
-    def _loss(self, trajectories: Sequence[Trajectory], generator: torch.Generator) -> MemberLoss:
-        config = self.net.config
-        blocks = sample_blocks(trajectories, config, self._gamma, self._anchors, generator)
-        if not blocks.spans:
-            return MemberLoss(self._embedding.new_zeros(()), 0, 0, 0.0)
-        place, dtype = self._embedding.device, self._embedding.dtype
-        features = pack_features(blocks, trajectories).to(place, dtype)
-        teacher = pack_teacher(trajectories) if self.needs_teacher else None
-        blocks = blocks.to(place)
-        embeddings = self._embedding[blocks.token_ids.flatten()]
-        hidden = forward_blocks(self.working, blocks, features, embeddings)
-        if teacher is not None:
-            teacher = teacher.to(place, dtype)
-        return member_loss(self.working, self._objective, self._head, hidden, blocks, teacher)
-
     def _clip_gradients(self) -> bool:
-        """Bound them; whether all are finite.
-
-        The confidence head's by themselves: they must not shorten the steps of what drafts.
-        """
-        apart = self.net.confidence_head
-        confidence = [] if apart is None else list(apart.parameters())
-        ids = {id(parameter) for parameter in confidence}
-        drafting = [p for p in self._moved.masters.values() if id(p) not in ids]
-        norms = [torch.nn.utils.clip_grad_norm_(each, _CLIP) for each in (drafting, confidence)]
+        """Bound them; whether all are finite."""
+        parts = clipped_apart(self.net, self._moved.masters.values())
+        norms = [torch.nn.utils.clip_grad_norm_(each, LARGEST_GRADIENT) for each in parts]
         return all(bool(norm.isfinite()) for norm in norms)
 
     def state(self) -> dict[str, Tensor]:
@@ -165,6 +166,19 @@ class DrafterTrainer:
         self._moved.restore_factors(tensors)
         self._optimiser.restore(tensors)
         self._moved.spread_all()
+
+
+def clipped_apart(net: DFlash, moved: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters whose gradients are bounded together: what drafts, and the confidence head.
+
+    The latter's must not shorten the steps of what drafts.
+    """
+    confidence = [] if net.confidence_head is None else list(net.confidence_head.parameters())
+    ids = {id(parameter) for parameter in confidence}
+    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for parameter in moved:
+        parts[id(parameter) in ids].append(parameter)
+    return parts
 
 
 def learning_rate(peak: float, warm_up: float, progress: float) -> float:

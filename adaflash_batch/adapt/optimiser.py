@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, cast
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -40,12 +40,7 @@ class Optimiser:
         by_muon = [p for n, p in self._named.items() if kind == "muon" and is_projection(n, p)]
         taken = {id(parameter) for parameter in by_muon}
         rest = [p for p in self._named.values() if id(p) not in taken]
-        matrices = [p for p in rest if p.dim() > 1]
-        others = [p for p in rest if p.dim() <= 1]
-        groups = [
-            {"params": matrices, "weight_decay": weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
+        groups = decay_groups(rest, weight_decay)
         self._parts: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups)]
         if by_muon:
             self._parts.append(
@@ -91,3 +86,14 @@ class Optimiser:
 def _fits(value: Tensor | None, parameter: Tensor) -> bool:
     """Whether it can be an optimiser's memory of this parameter; a count of steps has no shape."""
     return value is not None and (value.dim() == 0 or value.shape == parameter.shape)
+
+
+def decay_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    """Groups for AdamW: matrices with weight decay, norms and biases without."""
+    parameters = list(parameters)
+    matrices = [p for p in parameters if p.dim() > 1]
+    others = [p for p in parameters if p.dim() <= 1]
+    return [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch import Tensor
 
-from adaflash_batch.adapt.optimise import DrafterTrainer, Update
+from adaflash_batch.adapt.optimise import Trainer, Update
 from adaflash_batch.adapt.publishing import Publisher, TrainerCounters, TrainerState
 from adaflash_batch.adapt.randomness import seed_of
 from adaflash_batch.adapt.replay import ReplayPool
@@ -102,7 +102,7 @@ class OnlineTrainer:
 
     def __init__(
         self,
-        trainer: DrafterTrainer,
+        trainer: Trainer,
         mailbox: TrajectoryMailbox,
         pool: ReplayPool,
         scorer: Scorer,
@@ -208,12 +208,15 @@ class OnlineTrainer:
     def _restrain(self) -> None:
         """The pull and the averaging that follow an update."""
         plan, tensors = self._plan, self._at_rest.tensors
-        weights = dict(self._trainer.net.named_parameters())
         if plan.pull:
-            began = {name: tensors[f"weight.{name}"] for name in weights}
+            prefix = "weight."
+            began = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
             self._trainer.pull(began, min(plan.pull * plan.rate, 1.0))
-        for name, average in self._average.items():
-            average.lerp_(weights[name].detach(), 1.0 - plan.averaging)
+        if self._average:
+            # Only then: several ranks have to send it.
+            weights = dict(self._trainer.net.named_parameters())
+            for name, average in self._average.items():
+                average.lerp_(weights[name].detach(), 1.0 - plan.averaging)
 
     def _candidate(self) -> dict[str, Tensor]:
         """The weights that would be served, as copies in the dtype of decoding."""
