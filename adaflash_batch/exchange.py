@@ -73,6 +73,14 @@ class NewestTrajectories:
             num_dropped += 1
         return num_dropped
 
+    def take_oldest(self) -> Trajectory | None:
+        """Keep it no longer; None where there is none."""
+        if not self._kept:
+            return None
+        oldest = self._kept.popleft()
+        self.num_bytes -= oldest.num_bytes
+        return oldest
+
     def __len__(self) -> int:
         return len(self._kept)
 
@@ -103,6 +111,11 @@ class TrajectoryMailbox:
         with self._lock:
             taken, self._waiting = self._waiting, NewestTrajectories(self._max_bytes)
         return list(taken)
+
+    def take_oldest(self) -> Trajectory | None:
+        """The one that has waited longest; None if none does."""
+        with self._lock:
+            return self._waiting.take_oldest()
 
     @property
     def num_dropped(self) -> int:

@@ -153,11 +153,15 @@ class _Run:
         requests = self._requests()
         self._reporter.start(self._describe())
         self._began = time.monotonic()
-        while self._refill(requests) or self._decoder.has_work:
-            self._step()
-            self.figures.decode_s = time.monotonic() - self._began
-            self.figures.output_tokens = self._decoder.num_generated
-            self._reporter.update(self._progress())
+        try:
+            while self._refill(requests) or self._decoder.has_work:
+                self._step()
+                self.figures.decode_s = time.monotonic() - self._began
+                self.figures.output_tokens = self._decoder.num_generated
+                self._reporter.update(self._progress())
+        finally:
+            if self._learning is not None:
+                self._learning.close()
         self._close()
         self._reporter.finish(self._progress(), [f"output in {self._spec.output.directory}"])
 

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from math import exp
 
 import torch
-from torch import Tensor
 
 from adaflash_batch.adapt.balance import Outlook
-from adaflash_batch.adapt.control import LearningControl, Rules
+from adaflash_batch.adapt.control import Rules
 from adaflash_batch.adapt.inline import InlineLearning
 from adaflash_batch.adapt.losses import Head, Objective
-from adaflash_batch.adapt.optimise import DrafterTrainer
-from adaflash_batch.adapt.optimiser import OptimiserKind
-from adaflash_batch.adapt.parameters import AdaptedParameters
-from adaflash_batch.adapt.publishing import TrainerCounters, TrainerState
-from adaflash_batch.adapt.replay import ReplayPool
-from adaflash_batch.adapt.scoring import Comparison, Scorer
-from adaflash_batch.adapt.trainer import OnlineTrainer, RoundPlan
+from adaflash_batch.adapt.placement import Place, Placement, place_for
+from adaflash_batch.adapt.process import ProcessLearning
+from adaflash_batch.adapt.publishing import TrainerCounters
+from adaflash_batch.adapt.recipe import LearningPlan, TrainerRecipe
+from adaflash_batch.adapt.thread import ThreadLearning
+from adaflash_batch.adapt.trainer import RoundPlan
 from adaflash_batch.drafter import checkpoint
-from adaflash_batch.drafter.model import DFlash
-from adaflash_batch.drafter.versions import Learnt, TrainingState, VersionStore
+from adaflash_batch.drafter.versions import VersionStore
 from adaflash_batch.drafter.vocabulary import load_vocabulary
 from adaflash_batch.engine.assembly import Assembly, Origin
 from adaflash_batch.engine.decoder import Decoder
@@ -30,42 +26,12 @@ from adaflash_batch.engine.packed_linear import can_pack
 from adaflash_batch.engine.tables import embedding_table, head_weight
 from adaflash_batch.engine.target import Target
 from adaflash_batch.errors import AdaflashError
-from adaflash_batch.exchange import DrafterWeights, Trajectory, TrajectoryMailbox, WeightsMailbox
+from adaflash_batch.exchange import TrajectoryMailbox, WeightsMailbox
 from adaflash_batch.request import Completion, Sampling
 from adaflash_batch.spec import JobSpec
 
-# Of the memory for trajectories: what waits, the newest, those held back; the rest is replayed.
-_WAITING, _RECENT, _HELD_BACK = 0.125, 0.25, 0.0625
 # Tokens that the pace of decoding looks back on.
 _SPAN = 2000.0
-
-
-@dataclass(frozen=True, slots=True)
-class LearningPlan:
-    """How a job learns.
-
-    Attributes:
-        job: who learns, in words.
-        longest: most tokens of a completion.
-        rules: when it learns.
-        round: the shape of a round.
-        objective, gamma, anchors, optimiser, parameters, rank: see DrafterTrainer.
-        replay_share: of an update's trajectories, from the whole job.
-        memory_bytes: for trajectories.
-    """
-
-    job: str
-    longest: int
-    rules: Rules = field(default_factory=Rules)
-    round: RoundPlan = field(default_factory=RoundPlan)
-    objective: Objective = field(default_factory=Objective)
-    gamma: float = 4.0
-    anchors: int = 16
-    optimiser: OptimiserKind = "muon"
-    parameters: AdaptedParameters = "all"
-    rank: int = 8
-    replay_share: float = 0.5
-    memory_bytes: int = 2 * 2**30
 
 
 def learning_plan(spec: JobSpec, sampling: Sampling) -> LearningPlan:
@@ -91,6 +57,8 @@ def learning_plan(spec: JobSpec, sampling: Sampling) -> LearningPlan:
         rank=adapt.rank,
         replay_share=adapt.replay_share,
         memory_bytes=adapt.memory_bytes,
+        place=adapt.place,
+        threads=adapt.threads,
     )
 
 
@@ -111,33 +79,18 @@ class JobLearning:
         plan: LearningPlan,
         notify: Callable[[str], None],
     ) -> None:
-        assert assembly.origin is not None
         self._decoder, self._store, self._notify = assembly.decoder, store, notify
         self._pace = _Pace(self._decoder, plan.longest)
-        self._inbox = TrajectoryMailbox(int(plan.memory_bytes * _WAITING))
-        outbox, control = WeightsMailbox(), LearningControl(plan.rules)
-        self._publisher = _StorePublisher(assembly, store, outbox, control, plan.job)
-        self._trainer = _trainer(assembly, plan, self._inbox, self._publisher)
-        self._inline = InlineLearning(self._trainer, control, notify=notify)
-        self._restore(assembly.origin, control)
-        layers = self._publisher.net.config.target_layer_ids
-        self._decoder.capture(layers, self._take)
+        recipe = _recipe(assembly, plan)
+        place = place_for(plan.place, recipe.device.type)
+        # A process has a mailbox of its own, too.
+        waiting = plan.waiting_bytes // 2 if place == "process" else plan.waiting_bytes
+        inbox, outbox = TrajectoryMailbox(waiting), WeightsMailbox()
+        self._placement = place_trainer(place, recipe, store, inbox, outbox, notify)
+        view = checkpoint.inspect(recipe.folder)
+        self._decoder.capture(view.config.target_layer_ids, inbox.put)
         self._decoder.follow(outbox.take)
-        self._has_failed = False
-
-    def _restore(self, origin: Origin, control: LearningControl) -> None:
-        """Go on from what a trainer left with this version, if one did."""
-        state = None if origin.version is None else self._store.training_state(origin.version)
-        if state is not None and origin.version is not None:
-            counters = state.facts["counters"]
-            self._trainer.restore(TrainerState(state.tensors, counters), origin.version)
-            control.restore(state.facts["control"])
-            self._publisher.updates = counters["updates"]
-
-    def _take(self, trajectory: Trajectory) -> None:
-        self._publisher.rows += 1
-        self._publisher.tokens += len(trajectory.token_ids) - trajectory.prompt_length
-        self._inbox.put(trajectory)
+        self._has_ended = False
 
     def after_step(self, completions: Sequence[Completion], seconds: float, left: int) -> None:
         """Learn, if it is time to.
@@ -148,16 +101,26 @@ class JobLearning:
             left: requests of the job that are not finished.
         """
         self._pace.note(completions, seconds)
-        for completion in completions:
-            self._inline.observe(completion.counts)
-        if self._has_failed:
+        if self._has_ended:
             return
+        for completion in completions:
+            self._placement.observe(completion.counts)
         try:
-            self._inline.between_steps(self._pace.outlook(left))
+            self._placement.between_steps(self._pace.outlook(left))
         except (AdaflashError, OSError) as error:
             # Texts do not depend on learning, so a full disk must not end the job here.
-            self._has_failed = True
             self._notify(f"learning has ended, no version can be kept any more: {error}")
+            self.close()
+
+    def close(self) -> None:
+        """End learning; no thread or process of it is left. May be repeated."""
+        self._placement.close()
+        if not self._has_ended and self._placement.num_dropped:
+            self._notify(
+                f"{self._placement.num_dropped} finished texts were not learnt from: "
+                "the trainer did not take them in time"
+            )
+        self._has_ended = True
 
     def keep(self, version: int | None) -> None:
         """A part was committed with this version: it stays on disk until another one was."""
@@ -166,115 +129,68 @@ class JobLearning:
     @property
     def seconds(self) -> float:
         """Spent on learning."""
-        return self._inline.seconds
+        return self._placement.seconds
 
     @property
     def counters(self) -> TrainerCounters:
         """What came of it."""
-        return self._trainer.counters
+        return self._placement.counters
 
 
-class _StorePublisher:
-    """Keeps versions on disk, then hands their weights to the decoder.
+def _recipe(assembly: Assembly, plan: LearningPlan) -> TrainerRecipe:
+    target, origin = assembly.decoder.target, assembly.origin
+    assert origin is not None
+    return TrainerRecipe(
+        folder=origin.folder,
+        version=origin.version,
+        facts=assembly.facts,
+        dtype=target.dtype,
+        compute=_compute(target),
+        embedding=embedding_table(target),
+        head=_head(target, origin),
+        plan=plan,
+        device=target.device,
+    )
 
-    Attributes:
-        net: of the drafter's shape, in the dtype of decoding; written to.
-        rows, tokens: that came since the last version.
-        updates: of the trainer when it was made.
+
+def place_trainer(
+    place: Place,
+    recipe: TrainerRecipe,
+    store: VersionStore,
+    inbox: TrajectoryMailbox,
+    outbox: WeightsMailbox,
+    notify: Callable[[str], None],
+) -> Placement:
+    """Set a trainer to work.
+
+    Args:
+        place: where; not `auto`.
+        recipe: what it is built from.
+        store: that its versions go to.
+        inbox: where trajectories come from.
+        outbox: takes the weights of every version.
+        notify: takes lines for people, in the thread of the caller.
     """
 
-    def __init__(
-        self,
-        assembly: Assembly,
-        store: VersionStore,
-        outbox: WeightsMailbox,
-        control: LearningControl,
-        job: str,
-    ) -> None:
-        assert assembly.origin is not None
-        self._origin, self._facts = assembly.origin, assembly.facts
-        self._store, self._outbox, self._control, self._job = store, outbox, control, job
-        self._version = assembly.origin.version
-        dtype = assembly.decoder.target.dtype
-        self.net = checkpoint.load(self._origin.folder, self._facts, dtype=dtype)
-        self.net.requires_grad_(False)
-        self.rows = self.tokens = self.updates = 0
+    def build(tell: Callable[[str], None]) -> InlineLearning:
+        return recipe.build(inbox, store, outbox.put, tell)
 
-    @torch.no_grad()
-    def publish(
-        self, weights: Mapping[str, Tensor], state: TrainerState, comparison: Comparison
-    ) -> int:
-        """See Publisher. A version is whole on disk before anything is drafted with it."""
-        if self._version is None:
-            folder = self._origin.folder
-            self._version = self._store.import_checkpoint(folder, self._facts, self._job)
-        for name, parameter in self.net.named_parameters():
-            parameter.copy_(weights[name])
-        facts = {"counters": dict(state.counters), "control": self._control.state()}
-        self._version = self._store.publish(
-            self.net,
-            self._learnt(state, comparison),
-            TrainingState(state.tensors, facts),
-            parent=self._version,
-        )
-        self.rows, self.tokens, self.updates = 0, 0, state.counters["updates"]
-        self._outbox.put(DrafterWeights(self._version, weights))
-        return self._version
-
-    def _learnt(self, state: TrainerState, comparison: Comparison) -> Learnt:
-        return Learnt(
-            job=self._job,
-            rows=self.rows,
-            tokens=self.tokens,
-            updates=state.counters["updates"] - self.updates,
-            tau_before=comparison.before,
-            tau_after=comparison.after,
-        )
+    if place == "inline":
+        return build(notify)
+    threads = recipe.plan.threads or max(torch.get_num_threads() // 2, 1)
+    if place == "thread":
+        return ThreadLearning(build, notify=notify, threads=threads)
+    return ProcessLearning(recipe, store, inbox, outbox, notify=notify, threads=threads)
 
 
-def _trainer(
-    assembly: Assembly, plan: LearningPlan, inbox: TrajectoryMailbox, publisher: _StorePublisher
-) -> OnlineTrainer:
-    target, origin, net = assembly.decoder.target, assembly.origin, publisher.net
-    assert origin is not None
-    embedding, head = embedding_table(target), _head(target, origin, net)
-    core = DrafterTrainer(
-        checkpoint.load(origin.folder, assembly.facts, dtype=torch.float32).to(target.device),
-        embedding=embedding,
-        head=head,
-        objective=plan.objective,
-        gamma=plan.gamma,
-        anchors=plan.anchors,
-        weight_decay=0.0,
-        compute=_compute(target),
-        optimiser=plan.optimiser,
-        parameters=plan.parameters,
-        rank=plan.rank,
-    )
-    scorer = Scorer(net.to(target.device), embedding=embedding, head=head)
-    version = origin.version or 0
-    return OnlineTrainer(core, inbox, _pool(plan), scorer, publisher, plan.round, version=version)
-
-
-def _head(target: Target, origin: Origin, net: DFlash) -> Head:
-    token_ids = load_vocabulary(origin.folder, net.config)
+def _head(target: Target, origin: Origin) -> Head:
+    token_ids = load_vocabulary(origin.folder, checkpoint.inspect(origin.folder).config)
     if token_ids is None:
         return Head(head_weight(target))
     token_ids = token_ids.to(target.device)
     row_of_token = torch.full((target.vocab_size,), -1, dtype=torch.int64, device=target.device)
     row_of_token[token_ids] = torch.arange(len(token_ids), device=target.device)
     return Head(head_weight(target, token_ids), row_of_token, token_ids)
-
-
-def _pool(plan: LearningPlan) -> ReplayPool:
-    whole = plan.memory_bytes
-    return ReplayPool(
-        seed=plan.round.seed,
-        recent_bytes=int(whole * _RECENT),
-        replay_bytes=int(whole * (1.0 - _WAITING - _RECENT - _HELD_BACK)),
-        held_back_bytes=int(whole * _HELD_BACK),
-        replay_share=plan.replay_share,
-    )
 
 
 def _compute(target: Target) -> torch.dtype:

@@ -232,6 +232,10 @@ class AdaptSection(BaseModel):
     """All move; those that a plain DFlash drafter has not; or low-rank additions and the latter."""
     rank: Count = 8
     """Of low-rank additions."""
+    place: Literal["auto", "inline", "thread", "process"] = "auto"
+    """Learn between steps, in a thread or in a process; auto chooses by the device."""
+    threads: Count | None = None
+    """CPU threads of a trainer in its own thread or process; half of the decoder's if not given."""
     objective: Literal["opd", "forward_kl", "ce"] = "opd"
     """What the drafter is trained for: opd mixes cross-entropy and reverse KL."""
     ce_weight: Share = 0.8

@@ -33,7 +33,7 @@ class Learnt:
     """What learning came to in this run.
 
     Attributes:
-        seconds: that it took, of `decode_s`.
+        seconds: that it took, of `decode_s` or beside it.
         rounds, updates, published: see TrainerCounters.
     """
 

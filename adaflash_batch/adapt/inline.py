@@ -7,18 +7,22 @@ from collections.abc import Callable
 
 from adaflash_batch.adapt.balance import Outlook
 from adaflash_batch.adapt.control import LearningControl, Verdict
+from adaflash_batch.adapt.publishing import TrainerCounters
 from adaflash_batch.adapt.trainer import OnlineTrainer
 from adaflash_batch.stats import SpeculationCounts
 
 
 class InlineLearning:
-    """Runs a trainer by the rules of a control, a piece at a time.
+    """Runs a trainer by the rules of a control, a piece at a time; see Placement.
 
     Args:
         trainer: whose pieces are done.
         control: decides about every piece, and is charged what it took.
         notify: takes lines for people: what rounds came to, when learning stops and goes on.
         clock: seconds.
+
+    Attributes:
+        seconds: that pieces took.
     """
 
     def __init__(
@@ -34,20 +38,40 @@ class InlineLearning:
         self._notify, self._clock = notify, clock
         self._has_stopped = False
 
+    @property
+    def counters(self) -> TrainerCounters:
+        """The trainer's."""
+        return self._trainer.counters
+
+    @property
+    def num_dropped(self) -> int:
+        """See Placement."""
+        return self._trainer.num_dropped
+
     def observe(self, counts: SpeculationCounts) -> None:
         """Take in what speculation did for a finished request."""
         self._control.observe(counts)
 
     def between_steps(self, ahead: Outlook) -> None:
         """Learn as long as the control lets it; call it after every step."""
+        while self.advance(ahead):
+            pass
+
+    def advance(self, ahead: Outlook) -> bool:
+        """Take what has come and do the next piece if the control lets it; whether it did."""
         self._trainer.collect()
-        while self._trainer.is_ready:
-            done = self._trainer.round_done
-            verdict = self._control.decide(self._clock(), ahead, round_done=done)
-            self._tell(verdict)
-            if verdict.kind != "learn":
-                return
-            self._do_piece()
+        if not self._trainer.is_ready:
+            return False
+        done = self._trainer.round_done
+        verdict = self._control.decide(self._clock(), ahead, round_done=done)
+        self._tell(verdict)
+        if verdict.kind != "learn":
+            return False
+        self._do_piece()
+        return True
+
+    def close(self) -> None:
+        """Nothing is left running."""
 
     def _do_piece(self) -> None:
         began = self._clock()

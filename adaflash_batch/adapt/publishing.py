@@ -23,6 +23,8 @@ class TrainerCounters:
         not_better: rounds after which held-back texts were not drafted better.
         not_finite: rounds taken back for a loss or gradient that was not finite.
         refused: trajectories with states that are not finite.
+        texts: trajectories that came, those left out.
+        tokens: new tokens of these.
     """
 
     rounds: int = 0
@@ -31,6 +33,8 @@ class TrainerCounters:
     not_better: int = 0
     not_finite: int = 0
     refused: int = 0
+    texts: int = 0
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,8 +131,15 @@ class OnlineTrainer:
         for trajectory in self._mailbox.take_all():
             if _is_finite(trajectory):
                 self._pool.add(trajectory)
+                self.counters.texts += 1
+                self.counters.tokens += len(trajectory.token_ids) - trajectory.prompt_length
             else:
                 self.counters.refused += 1
+
+    @property
+    def num_dropped(self) -> int:
+        """Trajectories that the mailbox had no room for."""
+        return self._mailbox.num_dropped
 
     @property
     def is_ready(self) -> bool:

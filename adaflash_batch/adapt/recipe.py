@@ -1,0 +1,175 @@
+"""All that a trainer is built from, as plain values: it can be sent to another process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from adaflash_batch.adapt.control import LearningControl, Rules
+from adaflash_batch.adapt.inline import InlineLearning
+from adaflash_batch.adapt.losses import Head, Objective
+from adaflash_batch.adapt.optimise import DrafterTrainer
+from adaflash_batch.adapt.optimiser import OptimiserKind
+from adaflash_batch.adapt.parameters import AdaptedParameters
+from adaflash_batch.adapt.placement import Place
+from adaflash_batch.adapt.publishing import TrainerState
+from adaflash_batch.adapt.replay import ReplayPool
+from adaflash_batch.adapt.scoring import Scorer
+from adaflash_batch.adapt.store_publisher import StorePublisher
+from adaflash_batch.adapt.trainer import OnlineTrainer, RoundPlan
+from adaflash_batch.drafter import checkpoint
+from adaflash_batch.drafter.checkpoint import TargetFacts
+from adaflash_batch.drafter.versions import VersionStore
+from adaflash_batch.exchange import DrafterWeights, TrajectoryMailbox
+
+# Of the memory for trajectories: what waits, the newest, those held back; the rest is replayed.
+_WAITING, _RECENT, _HELD_BACK = 0.125, 0.25, 0.0625
+
+
+@dataclass(frozen=True, slots=True)
+class LearningPlan:
+    """How a job learns.
+
+    Attributes:
+        job: who learns, in words.
+        longest: most tokens of a completion.
+        rules: when it learns.
+        round: the shape of a round.
+        objective, gamma, anchors, optimiser, parameters, rank: see DrafterTrainer.
+        replay_share: of an update's trajectories, from the whole job.
+        memory_bytes: for trajectories.
+        place: where the trainer runs.
+        threads: CPU threads of one in a thread or process of its own; None takes half of the
+            decoder's.
+    """
+
+    job: str
+    longest: int
+    rules: Rules = field(default_factory=Rules)
+    round: RoundPlan = field(default_factory=RoundPlan)
+    objective: Objective = field(default_factory=Objective)
+    gamma: float = 4.0
+    anchors: int = 16
+    optimiser: OptimiserKind = "muon"
+    parameters: AdaptedParameters = "all"
+    rank: int = 8
+    replay_share: float = 0.5
+    memory_bytes: int = 2 * 2**30
+    place: Place = "auto"
+    threads: int | None = None
+
+    @property
+    def waiting_bytes(self) -> int:
+        """For trajectories that the trainer has not taken yet."""
+        return int(self.memory_bytes * _WAITING)
+
+    def pool(self) -> ReplayPool:
+        """An empty one."""
+        whole = self.memory_bytes
+        return ReplayPool(
+            seed=self.round.seed,
+            recent_bytes=int(whole * _RECENT),
+            replay_bytes=int(whole * (1.0 - _WAITING - _RECENT - _HELD_BACK)),
+            held_back_bytes=int(whole * _HELD_BACK),
+            replay_share=self.replay_share,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainerRecipe:
+    """What a job's trainer is built from. It can be pickled; `to` the CPU first.
+
+    Attributes:
+        folder: of the checkpoint that drafts when the job begins.
+        version: its number among the versions, None where it is none of them.
+        facts: of the target.
+        dtype: of decoding.
+        compute: of forward and backward.
+        embedding: the target's, [vocabulary, H], in the dtype of decoding.
+        head: its lm_head, cut down to the drafter's vocabulary where it has one; likewise.
+        plan: how the job learns.
+        device: where it is trained.
+    """
+
+    folder: Path
+    version: int | None
+    facts: TargetFacts
+    dtype: torch.dtype
+    compute: torch.dtype
+    embedding: Tensor
+    head: Head
+    plan: LearningPlan
+    device: torch.device
+
+    def to(self, device: torch.device) -> TrainerRecipe:
+        """The same with its tensors there; where it is trained stays as it is."""
+        head = self.head
+        moved = Head(
+            head.weight.to(device),
+            None if head.row_of_token is None else head.row_of_token.to(device),
+            None if head.token_ids is None else head.token_ids.to(device),
+        )
+        return dataclasses.replace(self, embedding=self.embedding.to(device), head=moved)
+
+    def build(
+        self,
+        inbox: TrajectoryMailbox,
+        store: VersionStore,
+        hand_over: Callable[[DrafterWeights], None],
+        notify: Callable[[str], None],
+    ) -> InlineLearning:
+        """The trainer under its control, where an earlier job left it if one did.
+
+        Args:
+            inbox: where trajectories come from.
+            store: that its versions go to.
+            hand_over: takes every version when it is on disk.
+            notify: takes lines for people.
+
+        Raises:
+            ConfigError: the checkpoint or what the trainer left is damaged.
+        """
+        control = LearningControl(self.plan.rules)
+        publisher = StorePublisher(
+            self.folder,
+            self.version,
+            self.facts,
+            self.dtype,
+            self.plan.job,
+            store,
+            control,
+            hand_over,
+        )
+        trainer = self._trainer(inbox, publisher)
+        state = None if self.version is None else store.training_state(self.version)
+        if state is not None and self.version is not None:
+            counters = state.facts["counters"]
+            trainer.restore(TrainerState(state.tensors, counters), self.version)
+            control.restore(state.facts["control"])
+            publisher.begin_from(counters)
+        return InlineLearning(trainer, control, notify=notify)
+
+    def _trainer(self, inbox: TrajectoryMailbox, publisher: StorePublisher) -> OnlineTrainer:
+        plan, device = self.plan, self.device
+        core = DrafterTrainer(
+            checkpoint.load(self.folder, self.facts, dtype=torch.float32).to(device),
+            embedding=self.embedding,
+            head=self.head,
+            objective=plan.objective,
+            gamma=plan.gamma,
+            anchors=plan.anchors,
+            weight_decay=0.0,
+            compute=self.compute,
+            optimiser=plan.optimiser,
+            parameters=plan.parameters,
+            rank=plan.rank,
+        )
+        scorer = Scorer(publisher.net.to(device), embedding=self.embedding, head=self.head)
+        version = self.version or 0
+        pool = plan.pool()
+        return OnlineTrainer(core, inbox, pool, scorer, publisher, plan.round, version=version)
