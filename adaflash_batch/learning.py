@@ -30,8 +30,8 @@ from adaflash_batch.exchange import TrajectoryMailbox, WeightsMailbox
 from adaflash_batch.request import Completion, Sampling
 from adaflash_batch.spec import JobSpec
 
-# Tokens that the pace of decoding looks back on.
-_SPAN = 2000.0
+# Tokens that the pace of decoding looks back on, and the fewest that tell it.
+_SPAN, _ENOUGH = 2000.0, 200.0
 
 
 def learning_plan(spec: JobSpec, sampling: Sampling) -> LearningPlan:
@@ -59,6 +59,8 @@ def learning_plan(spec: JobSpec, sampling: Sampling) -> LearningPlan:
         memory_bytes=adapt.memory_bytes,
         place=adapt.place,
         threads=adapt.threads,
+        ranks=adapt.ranks,
+        zero_stage=adapt.zero_stage,
     )
 
 
@@ -80,16 +82,14 @@ class JobLearning:
         notify: Callable[[str], None],
     ) -> None:
         self._decoder, self._store, self._notify = assembly.decoder, store, notify
+        self._assembly, self._plan = assembly, plan
         self._pace = _Pace(self._decoder, plan.longest)
-        recipe = _recipe(assembly, plan)
-        place = place_for(plan.place, recipe.device.type)
         # A process has a mailbox of its own, too.
-        waiting = plan.waiting_bytes // 2 if place == "process" else plan.waiting_bytes
-        inbox, outbox = TrajectoryMailbox(waiting), WeightsMailbox()
-        self._placement = place_trainer(place, recipe, store, inbox, outbox, notify)
-        view = checkpoint.inspect(recipe.folder)
-        self._decoder.capture(view.config.target_layer_ids, inbox.put)
-        self._decoder.follow(outbox.take)
+        waiting = plan.waiting_bytes // (2 if plan.place == "process" else 1)
+        self._inbox, self._outbox = TrajectoryMailbox(waiting), WeightsMailbox()
+        self._placement: Placement | None = None
+        self._decoder.capture(self._decoder.drafter_layers, self._inbox.put)
+        self._decoder.follow(self._outbox.take)
         self._has_ended = False
 
     def after_step(self, completions: Sequence[Completion], seconds: float, left: int) -> None:
@@ -103,23 +103,42 @@ class JobLearning:
         self._pace.note(completions, seconds)
         if self._has_ended:
             return
-        for completion in completions:
-            self._placement.observe(completion.counts)
         try:
-            self._placement.between_steps(self._pace.outlook(left))
+            self._learn(completions, self._pace.outlook(left))
         except (AdaflashError, OSError) as error:
             # Texts do not depend on learning, so a full disk must not end the job here.
-            self._notify(f"learning has ended, no version can be kept any more: {error}")
+            self._notify(f"learning has ended, the drafter stays as it is: {error}")
             self.close()
+
+    def _learn(self, completions: Sequence[Completion], ahead: Outlook) -> None:
+        if self._placement is None:
+            if not self._is_worth_beginning(ahead):
+                return
+            # Only here: it takes memory for the weights several times over.
+            self._placement = self._place()
+        for completion in completions:
+            self._placement.observe(completion.counts)
+        self._placement.between_steps(ahead)
+
+    def _is_worth_beginning(self, ahead: Outlook) -> bool:
+        rules = self._plan.rules
+        is_long = rules.risk * ahead.seconds >= rules.least_risked
+        return not rules.only_if_it_pays or (self._pace.is_known and is_long)
+
+    def _place(self) -> Placement:
+        recipe = _recipe(self._assembly, self._plan)
+        place = place_for(self._plan.place, recipe.device.type)
+        return place_trainer(place, recipe, self._store, self._inbox, self._outbox, self._notify)
 
     def close(self) -> None:
         """End learning; no thread or process of it is left. May be repeated."""
-        self._placement.close()
-        if not self._has_ended and self._placement.num_dropped:
-            self._notify(
-                f"{self._placement.num_dropped} finished texts were not learnt from: "
-                "the trainer did not take them in time"
-            )
+        if self._placement is not None:
+            self._placement.close()
+            if not self._has_ended and self._placement.num_dropped:
+                self._notify(
+                    f"{self._placement.num_dropped} finished texts were not learnt from: "
+                    "the trainer did not take them in time"
+                )
         self._has_ended = True
 
     def keep(self, version: int | None) -> None:
@@ -129,12 +148,12 @@ class JobLearning:
     @property
     def seconds(self) -> float:
         """Spent on learning."""
-        return self._placement.seconds
+        return 0.0 if self._placement is None else self._placement.seconds
 
     @property
     def counters(self) -> TrainerCounters:
         """What came of it."""
-        return self._placement.counters
+        return TrainerCounters() if self._placement is None else self._placement.counters
 
 
 def _recipe(assembly: Assembly, plan: LearningPlan) -> TrainerRecipe:
@@ -230,6 +249,11 @@ class _Pace:
         self._tokens = self._tokens * keep + generated
         self._finished += len(completions)
         self._finished_tokens += sum(len(each.token_ids) for each in completions)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough was decoded to tell."""
+        return self._tokens >= _ENOUGH
 
     def outlook(self, left: int) -> Outlook:
         """What is ahead with so many requests left."""

@@ -70,7 +70,7 @@ def single(config: DrafterConfig, state: Mapping[str, Tensor] | None = None) -> 
 
 
 def ranked(config: DrafterConfig, stage: int, num_ranks: int = 2) -> RankedTrainer:
-    plan = RankPlan([CPU] * num_ranks, stage=stage, threads=1, timeout=240.0)  # type: ignore[arg-type]
+    plan = RankPlan([CPU] * num_ranks, stage=stage, threads=1, timeout=240.0)
     return RankedTrainer(**options(config), plan=plan)
 
 
@@ -282,7 +282,7 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         RankedTrainer(**options(TINY), optimiser="muon", plan=plan)
     assert caught.value.hint == "choose adamw, or one rank"
     with pytest.raises(ConfigError, match="stage is 3"):
-        RankPlan([CPU], stage=3)  # type: ignore[arg-type]
+        RankPlan([CPU], stage=3)
     with pytest.raises(ConfigError, match="no device"):
         RankPlan([])
     with pytest.raises(ConfigError, match="at once"):

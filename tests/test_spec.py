@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.request import Sampling, sampling_fields
-from adaflash_batch.spec import JobSpec, SamplingSection, parse_bytes, spec_keys
+from adaflash_batch.spec import JobSpec, spec_keys
+from adaflash_batch.spec_sections import SamplingSection, parse_bytes
 from adaflash_batch.spec_sources import default_output, flag_name, parse_value
 
 JOBS = Path(__file__).parent.parent / "jobs"

@@ -71,7 +71,8 @@ class InlineLearning:
         return True
 
     def close(self) -> None:
-        """Nothing is left running."""
+        """See Placement."""
+        self._trainer.close()
 
     def _do_piece(self) -> None:
         began = self._clock()

@@ -63,6 +63,9 @@ class Trainer(Protocol):
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """See DrafterTrainer."""
 
+    def close(self) -> None:
+        """Nothing of it runs any more. May be repeated."""
+
 
 class DrafterTrainer:
     """Trains a drafter on trajectories; the same calls on one machine give the same weights.
@@ -109,6 +112,9 @@ class DrafterTrainer:
     def needs_teacher(self) -> bool:
         """Whether trajectories must come with last hidden states."""
         return self._batch.needs_teacher
+
+    def close(self) -> None:
+        """Nothing runs."""
 
     def update(
         self, trajectories: Sequence[Trajectory], generator: torch.Generator, rate: float

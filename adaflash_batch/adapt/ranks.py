@@ -12,7 +12,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class RankPlan:
     """
 
     devices: Sequence[torch.device]
-    stage: Literal[1, 2] = 1
+    stage: int = 1
     threads: int | None = None
     timeout: float = 600.0
 

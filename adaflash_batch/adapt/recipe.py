@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +14,12 @@ from torch import Tensor
 from adaflash_batch.adapt.control import LearningControl, Rules
 from adaflash_batch.adapt.inline import InlineLearning
 from adaflash_batch.adapt.losses import Head, Objective
-from adaflash_batch.adapt.optimise import DrafterTrainer
+from adaflash_batch.adapt.optimise import DrafterTrainer, Trainer
 from adaflash_batch.adapt.optimiser import OptimiserKind
 from adaflash_batch.adapt.parameters import AdaptedParameters
 from adaflash_batch.adapt.placement import Place
 from adaflash_batch.adapt.publishing import TrainerState
+from adaflash_batch.adapt.ranks import RankedTrainer, RankPlan
 from adaflash_batch.adapt.replay import ReplayPool
 from adaflash_batch.adapt.scoring import Scorer
 from adaflash_batch.adapt.store_publisher import StorePublisher
@@ -25,6 +27,7 @@ from adaflash_batch.adapt.trainer import OnlineTrainer, RoundPlan
 from adaflash_batch.drafter import checkpoint
 from adaflash_batch.drafter.checkpoint import TargetFacts
 from adaflash_batch.drafter.versions import VersionStore
+from adaflash_batch.errors import ConfigError
 from adaflash_batch.exchange import DrafterWeights, TrajectoryMailbox
 
 # Of the memory for trajectories: what waits, the newest, those held back; the rest is replayed.
@@ -46,6 +49,9 @@ class LearningPlan:
         place: where the trainer runs.
         threads: CPU threads of one in a thread or process of its own; None takes half of the
             decoder's.
+        ranks: processes that share its updates by DeepSpeed (ranks.py), each on a device of its
+            own where the decoder's is a GPU; 1 does without.
+        zero_stage: see RankPlan.
     """
 
     job: str
@@ -62,6 +68,15 @@ class LearningPlan:
     memory_bytes: int = 2 * 2**30
     place: Place = "auto"
     threads: int | None = None
+    ranks: int = 1
+    zero_stage: int = 1
+
+    def __post_init__(self) -> None:
+        if self.ranks > 1 and self.parameters != "all":
+            raise ConfigError(
+                f"several trainer ranks move all parameters, not {self.parameters!r}",
+                "give --adapt-parameters all or --adapt-ranks 1",
+            )
 
     @property
     def waiting_bytes(self) -> int:
@@ -156,20 +171,33 @@ class TrainerRecipe:
 
     def _trainer(self, inbox: TrajectoryMailbox, publisher: StorePublisher) -> OnlineTrainer:
         plan, device = self.plan, self.device
-        core = DrafterTrainer(
-            checkpoint.load(self.folder, self.facts, dtype=torch.float32).to(device),
-            embedding=self.embedding,
-            head=self.head,
-            objective=plan.objective,
-            gamma=plan.gamma,
-            anchors=plan.anchors,
-            weight_decay=0.0,
-            compute=self.compute,
-            optimiser=plan.optimiser,
-            parameters=plan.parameters,
-            rank=plan.rank,
-        )
         scorer = Scorer(publisher.net.to(device), embedding=self.embedding, head=self.head)
-        version = self.version or 0
-        pool = plan.pool()
-        return OnlineTrainer(core, inbox, pool, scorer, publisher, plan.round, version=version)
+        version, pool = self.version or 0, plan.pool()
+        return OnlineTrainer(
+            self._core(), inbox, pool, scorer, publisher, plan.round, version=version
+        )
+
+    def _core(self) -> Trainer:
+        plan, net = self.plan, checkpoint.load(self.folder, self.facts, dtype=torch.float32)
+        common: dict[str, Any] = {
+            "embedding": self.embedding,
+            "head": self.head,
+            "objective": plan.objective,
+            "gamma": plan.gamma,
+            "anchors": plan.anchors,
+            "weight_decay": 0.0,
+            "compute": self.compute,
+            "optimiser": plan.optimiser,
+        }
+        if plan.ranks > 1:
+            ranks = RankPlan(self._devices(), stage=plan.zero_stage, threads=plan.threads)
+            return RankedTrainer(net, **common, plan=ranks)
+        moved: dict[str, Any] = {"parameters": plan.parameters, "rank": plan.rank}
+        return DrafterTrainer(net.to(self.device), **common, **moved)
+
+    def _devices(self) -> list[torch.device]:
+        """One for each rank."""
+        kind, count = self.device.type, self.plan.ranks
+        if kind == "cpu":
+            return [self.device] * count
+        return [torch.device(kind, index) for index in range(count)]

@@ -179,6 +179,10 @@ class OnlineTrainer:
             if report is not None:
                 return report
 
+    def close(self) -> None:
+        """End what updates run in. May be repeated."""
+        self._trainer.close()
+
     def _run(self) -> Generator[None, None, RoundReport]:
         for number in range(self._plan.updates):
             fault = self._update()

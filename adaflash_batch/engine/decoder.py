@@ -122,6 +122,11 @@ class Decoder:
         return None if self._drafter is None else self._drafter.version
 
     @property
+    def drafter_layers(self) -> tuple[int, ...]:
+        """Target layers whose states the drafter reads, none without a drafter."""
+        return () if self._drafter is None else self._drafter.tapped_layers
+
+    @property
     def vocab_size(self) -> int:
         """Of the target."""
         return self._target.vocab_size

@@ -16,7 +16,7 @@ import typer
 
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.models import DEFAULT_MODEL
-from adaflash_batch.spec import parse_bytes
+from adaflash_batch.spec_sections import parse_bytes
 from adaflash_batch.training import version_commands
 from adaflash_batch.training.plan import TrainingPlan
 
