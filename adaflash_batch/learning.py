@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import exp
 
 import torch
@@ -28,7 +28,7 @@ from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.engine.packed_linear import can_pack
 from adaflash_batch.engine.tables import embedding_table, head_weight
 from adaflash_batch.engine.target import Target
-from adaflash_batch.errors import AdaflashError
+from adaflash_batch.errors import AdaflashError, ConfigError
 from adaflash_batch.exchange import DrafterWeights, Trajectory, TrajectoryMailbox, WeightsMailbox
 from adaflash_batch.request import Completion, Sampling
 from adaflash_batch.spec import JobSpec
@@ -76,6 +76,7 @@ def learning_plan(spec: JobSpec, sampling: Sampling) -> LearningPlan:
             updates=adapt.updates,
             batch=adapt.batch,
             rate=adapt.rate,
+            least_new=adapt.fresh,
             averaging=adapt.averaging,
             pull=adapt.pull,
             seed=sampling.seed,
@@ -118,12 +119,19 @@ class JobLearning:
         layers = self._publisher.net.config.target_layer_ids
         self._decoder.capture(layers, self._take)
         self._decoder.follow(outbox.take)
-        self._has_failed = False
+        self._began = replace(self._trainer.counters)
+        self._has_failed = self._has_refused = False
 
     def _restore(self, origin: Origin, control: LearningControl) -> None:
         """Go on from what a trainer left with this version, if one did."""
-        state = None if origin.version is None else self._store.training_state(origin.version)
-        if state is not None and origin.version is not None:
+        if origin.version is None:
+            return
+        try:
+            state = self._store.training_state(origin.version)
+        except ConfigError as error:
+            self._notify(f"the optimiser begins anew: {error}")
+            return
+        if state is not None:
             counters = state.facts["counters"]
             self._trainer.restore(TrainerState(state.tensors, counters), origin.version)
             control.restore(state.facts["control"])
@@ -153,6 +161,14 @@ class JobLearning:
             # Texts do not depend on learning, so a full disk must not end the job here.
             self._has_failed = True
             self._notify(f"learning has ended, no version can be kept any more: {error}")
+        self._tell_refused()
+
+    def _tell_refused(self) -> None:
+        if not self._has_refused and self.counters.refused:
+            self._has_refused = True
+            self._notify(
+                "a text with states that are not finite (NaN or infinity) is not learnt from"
+            )
 
     def keep(self, version: int | None) -> None:
         """A part was committed with this version: it stays on disk until another one was."""
@@ -165,8 +181,9 @@ class JobLearning:
 
     @property
     def counters(self) -> TrainerCounters:
-        """What came of it."""
-        return self._trainer.counters
+        """What came of it in this run."""
+        now, began = asdict(self._trainer.counters), asdict(self._began)
+        return TrainerCounters(**{name: now[name] - began[name] for name in now})
 
 
 class _StorePublisher:

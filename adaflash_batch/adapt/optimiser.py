@@ -14,8 +14,9 @@ OptimiserKind = Literal["adamw", "muon"]
 
 # Muon's learning rate over AdamW's: drafters learn faster so (docs/log.md).
 _MUON_RATE = 6.0
-# Of AdamW and of Muon, in the order of their papers.
-_STATE = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
+# What they remember of a parameter.
+_OF_ADAMW = ("step", "exp_avg", "exp_avg_sq")
+_OF_MUON = ("momentum_buffer",)
 # Where the projections are; tables of tokens and the kernels of convolutions are no projections.
 _PROJECTIONS = ("fc.", "layers.", "input_projection.")
 
@@ -74,16 +75,19 @@ class Optimiser:
         return found
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from a `state`."""
+        """Go on from a `state`.
+
+        Nothing is there of a parameter before its first step, nor if the other kind had it.
+        """
         for part in self._parts:
-            part.state.clear()  # a state from before the first step has nothing for a parameter
+            part.state.clear()
+            kinds = _OF_MUON if isinstance(part, torch.optim.Muon) else _OF_ADAMW
             for group in part.param_groups:
                 for parameter in group["params"]:
                     name = next(n for n, p in self._named.items() if p is parameter)
-                    kept = {kind: f"{kind}.{name}" for kind in _STATE}
-                    found = {kind: tensors[key] for kind, key in kept.items() if key in tensors}
-                    if found:
-                        part.state[parameter] = {k: v.clone() for k, v in found.items()}
+                    kept = {kind: f"{kind}.{name}" for kind in kinds}
+                    if all(key in tensors for key in kept.values()):
+                        part.state[parameter] = {k: tensors[v].clone() for k, v in kept.items()}
 
 
 def _is_projection(name: str, parameter: Tensor) -> bool:
