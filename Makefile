@@ -4,6 +4,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+SEVERAL_RANKS := $(VENV)/deepspeed
 PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11
 # Without a GPU an open range would bring gigabytes of CUDA.
 TORCH ?= $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
@@ -21,7 +22,7 @@ demo: $(READY)
 	$(BIN)/adaflash-batch run --config jobs/smoke.toml --drafter none --out $(OUT)-plain
 	@$(BIN)/python -m adaflash_batch.report.show $(OUT) $(OUT)-plain
 
-test: $(READY)
+test: $(READY) $(SEVERAL_RANKS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
@@ -42,4 +43,10 @@ $(READY): pyproject.toml
 	@$(PIP) "$(TORCH)"
 	@echo "installing adaflash-batch and the tools for its tests"
 	@$(PIP) "$(TORCH)" -e ".[dev]"
+	@touch $@
+
+# The tests of several trainer ranks want it, the demo does not.
+$(SEVERAL_RANKS): $(READY)
+	@echo "installing DeepSpeed for the tests"
+	@$(PIP) "$(TORCH)" -e ".[deepspeed]"
 	@touch $@

@@ -15,6 +15,7 @@ from adaflash_batch.adapt.inline import InlineLearning
 from adaflash_batch.adapt.losses import Head, Objective
 from adaflash_batch.adapt.optimise import DrafterTrainer
 from adaflash_batch.adapt.optimiser import OptimiserKind
+from adaflash_batch.adapt.parameters import AdaptedParameters
 from adaflash_batch.adapt.publishing import TrainerCounters, TrainerState
 from adaflash_batch.adapt.replay import ReplayPool
 from adaflash_batch.adapt.scoring import Comparison, Scorer
@@ -48,7 +49,7 @@ class LearningPlan:
         longest: most tokens of a completion.
         rules: when it learns.
         round: the shape of a round.
-        objective, gamma, anchors, optimiser: see DrafterTrainer.
+        objective, gamma, anchors, optimiser, parameters, rank: see DrafterTrainer.
         replay_share: of an update's trajectories, from the whole job.
         memory_bytes: for trajectories.
     """
@@ -61,6 +62,8 @@ class LearningPlan:
     gamma: float = 4.0
     anchors: int = 16
     optimiser: OptimiserKind = "muon"
+    parameters: AdaptedParameters = "all"
+    rank: int = 8
     replay_share: float = 0.5
     memory_bytes: int = 2 * 2**30
 
@@ -85,6 +88,8 @@ def learning_plan(spec: JobSpec, sampling: Sampling) -> LearningPlan:
         gamma=adapt.gamma,
         anchors=adapt.anchors,
         optimiser=adapt.optimiser,
+        parameters=adapt.parameters,
+        rank=adapt.rank,
         replay_share=adapt.replay_share,
         memory_bytes=adapt.memory_bytes,
     )
@@ -260,6 +265,8 @@ def _trainer(
         weight_decay=0.0,
         compute=_compute(target),
         optimiser=plan.optimiser,
+        parameters=plan.parameters,
+        rank=plan.rank,
     )
     scorer = Scorer(net.to(target.device), embedding=embedding, head=head)
     version = origin.version or 0

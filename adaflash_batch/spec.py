@@ -228,6 +228,10 @@ class AdaptSection(BaseModel):
     """Learn while it pays within the job, all the time (for later jobs), or never."""
     share: Share = 0.5
     """Most of the time that learning may take."""
+    parameters: Literal["all", "new", "lora"] = "all"
+    """All move; those that a plain DFlash drafter has not; or low-rank additions and the latter."""
+    rank: Count = 8
+    """Of low-rank additions."""
     objective: Literal["opd", "forward_kl", "ce"] = "opd"
     """What the drafter is trained for: opd mixes cross-entropy and reverse KL."""
     ce_weight: Share = 0.8
@@ -238,7 +242,7 @@ class AdaptSection(BaseModel):
     """Draft positions count less by exp(-1 / gamma) each."""
     optimiser: Literal["adamw", "muon"] = "muon"
     """Muon for the projections, AdamW for the rest; or AdamW for all."""
-    rate: Positive = 1e-3
+    rate: Positive = 5e-4
     """Learning rate."""
     updates: Count = 16
     """Updates of a round; only a round that proves better is drafted with."""

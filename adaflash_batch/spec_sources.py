@@ -20,17 +20,14 @@ _FLAG_NAMES: dict[str, str | None] = {
     "sampling.logit_bias": None,
     "speculation.when": "--speculate",
     "adapt.when": "--adapt",
-    "adapt.share": "--adapt-share",
-    "adapt.objective": "--adapt-objective",
 }
 _GLOB_CHARACTERS = frozenset("*?[")
 
 
 def flag_name(section: str, name: str) -> str | None:
     """The flag of a key, `INPUTS` for the argument, None for what only the job file can say."""
-    if section == "adapt":
-        return _FLAG_NAMES.get(f"{section}.{name}")
-    return _FLAG_NAMES.get(f"{section}.{name}", "--" + name.replace("_", "-"))
+    prefix = "--adapt-" if section == "adapt" else "--"
+    return _FLAG_NAMES.get(f"{section}.{name}", prefix + name.replace("_", "-"))
 
 
 def default_output(path: str) -> str:

@@ -18,6 +18,7 @@ class SpeculationCounts:
         accepted_hist: accepted_hist[a] = steps that accepted exactly a draft tokens.
         drafter_first: version of the drafter that first drafted for this, None if none did.
         drafter_last: the version that last did.
+        drafting: steps in which a draft token was verified.
     """
 
     steps: int = 0
@@ -27,10 +28,12 @@ class SpeculationCounts:
     accepted_hist: list[int] = field(default_factory=list)
     drafter_first: int | None = None
     drafter_last: int | None = None
+    drafting: int = 0
 
     def record(self, drafted: int, verified: int, accepted: int) -> None:
         """Count one step."""
         self.steps += 1
+        self.drafting += verified > 0
         self.drafted += drafted
         self.verified += verified
         self.accepted += accepted
@@ -42,6 +45,7 @@ class SpeculationCounts:
     def add(self, other: SpeculationCounts) -> None:
         """Add another's counts to these."""
         self.steps += other.steps
+        self.drafting += other.drafting
         self.drafted += other.drafted
         self.verified += other.verified
         self.accepted += other.accepted
@@ -67,3 +71,8 @@ class SpeculationCounts:
     def emitted_per_step(self) -> float | None:
         """Mean of accepted + 1 over the steps (tau); None before the first step."""
         return (self.accepted + self.steps) / self.steps if self.steps else None
+
+    @property
+    def emitted_per_drafting_step(self) -> float | None:
+        """The same over the steps with drafts alone; None before the first of them."""
+        return (self.accepted + self.drafting) / self.drafting if self.drafting else None

@@ -93,6 +93,7 @@ def summarise(directory: str, run: RunFigures, output: Output, wall_s: float) ->
         "tokens_per_s": None if speed is None else round(speed, 2),
         # Plain decoding emits one token a step, which says nothing.
         "emitted_per_step": _rounded(counts.emitted_per_step) if counts.drafted else None,
+        "emitted_per_drafting_step": _rounded(counts.emitted_per_drafting_step),
         "acceptance_rate": _rounded(counts.acceptance_rate),
         "plain_steps": run.plain_steps,
         "drafter_version": run.drafter_version,

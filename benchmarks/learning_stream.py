@@ -53,8 +53,10 @@ class Settings:
     ce_weight: float = 0.8
     clip: float | None = None
     gamma: float = 4.0
-    rate: float = 3e-4
+    rate: float = 5e-4
     optimiser: str = "muon"
+    parameters: str = "all"
+    rank: int = 8
     anchors: int = 16
     batch: int = 8
     updates: int = 16
@@ -110,6 +112,8 @@ class Stream:
             weight_decay=0.0,
             compute=getattr(torch, s.compute),
             optimiser=s.optimiser,  # type: ignore[arg-type]
+            parameters=s.parameters,  # type: ignore[arg-type]
+            rank=s.rank,
         )
         pool = ReplayPool(
             seed=s.seed,

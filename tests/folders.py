@@ -155,7 +155,10 @@ def run(
     *,
     listener: Listener | None = None,
 ) -> Summary:
-    """Run a job in float32; `keys` are its further settings by `section.key`."""
+    """Run a job in float32; `keys` are its further settings by `section.key`.
+
+    A drafter drafts in every step, so that no counter depends on how long steps take.
+    """
     files = [paths] if isinstance(paths, Path) else paths
     given: dict[str, object] = {
         "input.paths": [str(path) for path in files],
@@ -167,6 +170,8 @@ def run(
         "engine.kv_memory": "4MiB",
         "engine.threads": 1,
     }
+    if any(key.startswith("speculation.drafter") for key in keys or {}):
+        given["speculation.when"] = "always"
     spec = JobSpec.from_sources(flags={**given, **(keys or {})})
     return run_job(spec, reporter=listener or Listener())
 

@@ -18,15 +18,16 @@ NUM_ROWS = 48
 CHUNK = 4
 # Holds back two rows in every ten, wherever a job goes on.
 SEED = 19203
+UPDATES = 6
 # A round after every 8 texts or so, and never a wait.
 QUICK: dict[str, object] = {
     "adapt.when": "always",
     "adapt.share": 1.0,
     "adapt.fresh": 8,
-    "adapt.updates": 4,
+    "adapt.updates": UPDATES,
     "adapt.batch": 6,
     "adapt.anchors": 8,
-    "adapt.rate": 3e-2,
+    "adapt.rate": 2e-3,
     "speculation.when": "always",
 }
 _WORDS = ("tell", "me", "why", "rain", "sings", "to", "an", "old", "tin", "roof")
@@ -57,10 +58,14 @@ class Workplace:
         """Where a job leaves its parts."""
         return self.folder / name
 
+    def restored(self, name: str) -> Path:
+        """Where a job that is watched leaves what its trainer went on from."""
+        return self.folder / f"{name}.safetensors"
+
     def run(
         self, name: str, keys: dict[str, object] | None = None, listener: Listener | None = None
     ) -> Summary:
-        """Run a job, or what is missing of it."""
+        """Run a job, or what is missing of it; a key of None is not given."""
         usual: dict[str, object] = {
             "output.chunk_rows": CHUNK,
             "engine.concurrency": 6,
@@ -69,7 +74,8 @@ class Workplace:
             "sampling.seed": SEED,
             "speculation.drafter": str(self.drafter),
         }
-        return run(self.shard, self.model, self.out(name), usual | (keys or {}), listener=listener)
+        given = {key: value for key, value in (usual | (keys or {})).items() if value is not None}
+        return run(self.shard, self.model, self.out(name), given, listener=listener)
 
     def texts(self, name: str) -> list[dict[str, Any]]:
         """All that must not depend on a drafter."""

@@ -19,7 +19,7 @@ RULES = Rules(share=1.0, most_saved=1e9, short=200.0, long=2000.0, fall=0.1, ris
 
 
 def request(tau: float, steps: int = 20) -> SpeculationCounts:
-    return SpeculationCounts(steps=steps, accepted=round((tau - 1.0) * steps))
+    return SpeculationCounts(steps=steps, drafting=steps, accepted=round((tau - 1.0) * steps))
 
 
 @given(
@@ -139,7 +139,7 @@ def test_rounds_that_gain_nothing_end_it() -> None:
         control.charge(10.0)
         control.end_round(0.0)
         num_rounds += 1
-    assert num_rounds == 4
+    assert num_rounds == 7
     assert "save" in measured(0.0, 10.0).decide(1e9, Outlook(1.0, 1.0)).reason
 
 
@@ -220,7 +220,7 @@ def test_what_stays_as_it_was_starts_nothing(seed: int, tau: float) -> None:
     control, dice = stopped(tau), random.Random(seed)
     for _ in range(300):
         accepted = sum(dice.random() < (tau - 1.0) / 4.0 for _ in range(4 * 20))
-        control.observe(SpeculationCounts(steps=20, accepted=accepted))
+        control.observe(SpeculationCounts(steps=20, drafting=20, accepted=accepted))
         assert decide(control).kind == "stop"
 
 

@@ -88,6 +88,11 @@ def test_acceptance_is_shown_only_when_drafts_were_verified() -> None:
     plain_decoding.record(drafted=0, verified=0, accepted=0)
     assert "τ" not in describe(progress(counts=plain_decoding), Pace())
     assert "τ 3.00 (accepted 50%)" in describe(progress(counts=steps(2, 2)), Pace())
+    mixed = steps(2)
+    for _ in range(3):
+        mixed.record(drafted=0, verified=0, accepted=0)
+    said = describe(progress(counts=mixed), Pace())
+    assert "τ 3.00 (accepted 50%, drafting in 25% of the steps)" in said
 
 
 def test_the_rate_is_that_of_the_last_seconds() -> None:

@@ -211,6 +211,8 @@ def test_learning_that_does_not_pay_stops_and_says_so_once(
     assert trainer.counters.updates <= 1
     for tau in (2.0, 1.2):
         for _ in range(40):
-            learner.observe(SpeculationCounts(steps=10, accepted=round(10 * (tau - 1))))
+            learner.observe(
+                SpeculationCounts(steps=10, drafting=10, accepted=round(10 * (tau - 1)))
+            )
         learner.between_steps(Outlook(100, 0.001))
     assert len(lines) == 1, "what is left is still too little"

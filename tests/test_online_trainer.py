@@ -117,14 +117,14 @@ def learnt() -> Made:
     return made
 
 
-def test_what_is_not_better_is_taken_back_whole() -> None:
+def test_what_is_worse_is_taken_back_whole() -> None:
     good, made = learnt(), make(rate=0.5)
     made.feed(TEXTS)
     made.trainer.restore(good.trainer.state(), version=2)
     before = made.weights()
     state = {name: tensor.clone() for name, tensor in made.core.state().items()}
     report = made.trainer.run_round()
-    assert report.fault == "not better"
+    assert (report.fault, report.is_kept) == ("worse", False)
     assert report.tau_before is not None
     assert report.tau_after is not None
     assert report.tau_after < report.tau_before
@@ -139,14 +139,25 @@ def test_what_is_not_better_is_taken_back_whole() -> None:
 
 
 def test_a_first_round_that_is_taken_back_leaves_a_fresh_optimiser() -> None:
-    made = make(pull=1e9)  # every update is undone, so nothing is better
+    made = make(pull=1e9, tolerance=-1.0)  # every update is undone, so nothing is better
     made.feed(TEXTS)
     before = made.weights()
     report = made.trainer.run_round()
-    assert report.fault == "not better"
+    assert report.fault == "worse"
     assert report.tau_before == report.tau_after
     assert_same(made.weights(), before)
     assert_same(made.core.state(), {f"weight.{name}": each for name, each in before.items()})
+
+
+def test_what_is_hardly_worse_is_trained_on_but_not_served() -> None:
+    made = make(rate=1e-9)
+    made.feed(TEXTS)
+    before, served = made.weights(), made.trainer.state()
+    report = made.trainer.run_round()
+    assert (report.fault, report.is_kept, report.gain) == ("not better", True, 0.0)
+    assert made.outbox.take() is None
+    assert any(not torch.equal(each, before[name]) for name, each in made.weights().items())
+    assert_same(made.trainer.state().tensors, served.tensors)
 
 
 def test_what_is_not_finite_ends_the_round_at_once() -> None:
@@ -396,5 +407,7 @@ def test_reports_read_well() -> None:
         "τ 1.710 -> 1.839 on held-back rows: published as version 4"
     )
     assert report.gain == pytest.approx(0.0751, abs=1e-3)
-    back = dataclasses.replace(report, fault="not better", version=3, clip_rate=0.0)
-    assert back.describe().endswith("on held-back rows: not better, back to version 3")
+    back = dataclasses.replace(report, fault="worse", version=3, clip_rate=0.0)
+    assert back.describe().endswith("on held-back rows: worse, back to version 3")
+    kept = dataclasses.replace(back, fault="not better", is_kept=True)
+    assert kept.describe().endswith(": not better yet, version 3 goes on drafting")

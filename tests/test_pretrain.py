@@ -176,7 +176,7 @@ def test_muon_moves_the_projections_by_their_size_alone() -> None:
             parameter.grad = scale * random_rows(
                 parameter.numel(), 1, torch.float32, len(name)
             ).view_as(parameter)
-        Optimiser(net, kind="muon", weight_decay=0.0).step(0.01)
+        Optimiser(dict(net.named_parameters()), kind="muon", weight_decay=0.0).step(0.01)
         steps.append({name: (p - before[name]) / 0.01 for name, p in net.named_parameters()})
     for name in ("fc.weight", "layers.1.mlp.down_proj.weight"):
         torch.testing.assert_close(steps[0][name], steps[1][name], atol=1e-2, rtol=1e-2)

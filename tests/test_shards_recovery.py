@@ -53,14 +53,14 @@ def test_nothing_is_there(tmp_path: Path) -> None:
 
 
 def test_parts_are_found_and_summed(tmp_path: Path) -> None:
-    for shard, chunk in [(0, 0), (0, 2), (1, 0)]:
-        commit(tmp_path, footer_of(shard, chunk))
+    for sequence, (shard, chunk) in enumerate([(1, 0), (0, 2), (0, 0)]):
+        commit(tmp_path, footer_of(shard, chunk, sequence=sequence, drafter_version=9 - sequence))
     found = look(tmp_path)
     assert found.done == {(0, 0), (0, 2), (1, 0)}
     assert found.is_done(0, 2)
     assert not found.is_done(0, 1)
     assert found.notes == []
-    assert found.drafter_version == 2
+    assert (found.drafter_version, found.num_committed) == (7, 3), "that of the last one committed"
     assert found.totals.num_rows == found.totals.num_output_rows == 25
     assert (found.totals.num_errors, found.totals.completion_tokens) == (3, 150)
     assert found.totals.counts.accepted_hist == [0, 3, 3]

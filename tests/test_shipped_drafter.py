@@ -86,4 +86,4 @@ def test_it_changes_no_text_and_is_often_right(tmp_path: Path, sampling: tuple[s
     )
     assert drafted["completion"].equals(plain["completion"])
     # Of a drafter read in a wrong way, or trained on something else, next to nothing is accepted.
-    assert summary["emitted_per_step"] > (1.5 if sampling == ("0",) else 1.3)
+    assert summary["emitted_per_drafting_step"] > (1.5 if sampling == ("0",) else 1.3)

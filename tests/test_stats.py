@@ -64,3 +64,4 @@ def test_bonus_token_is_not_accepted_but_emitted() -> None:
     counts = count([(7, 7, 7), (7, 3, 0), (0, 0, 0)])
     assert counts.acceptance_rate == 7 / 10
     assert counts.emitted_per_step == 10 / 3
+    assert counts.emitted_per_drafting_step == 9 / 2

@@ -126,8 +126,15 @@ def sample_blocks(
         gamma: decay of the position weights (DFlash: 7, 5, 4 for blocks of 16, 10, 8).
         generator: on the CPU; decides alone.
     """
-    anchors = [_pick(anchor_range(each), num_anchors, generator) for each in trajectories]
+    anchors = pick_anchors(trajectories, num_anchors, generator)
     return make_blocks(trajectories, anchors, config, gamma)
+
+
+def pick_anchors(
+    trajectories: Sequence[Trajectory], num_anchors: int, generator: torch.Generator
+) -> list[Tensor]:
+    """The anchors of `sample_blocks`, as `make_blocks` takes them."""
+    return [_pick(anchor_range(each), num_anchors, generator) for each in trajectories]
 
 
 def make_blocks(

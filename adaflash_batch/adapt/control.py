@@ -68,7 +68,7 @@ class Allowance:
 
 @dataclass(slots=True)
 class Average:
-    """Emitted tokens per step, over about the last `span` steps.
+    """Emitted tokens per step with drafts, over about the last `span` of them.
 
     Attributes:
         steps: how many, those long past counted less.
@@ -80,10 +80,10 @@ class Average:
     emitted: float = 0.0
 
     def add(self, counts: SpeculationCounts) -> None:
-        """Count what speculation did for a request."""
-        keep = math.exp(-counts.steps / self.span)
-        self.steps = self.steps * keep + counts.steps
-        self.emitted = self.emitted * keep + counts.steps + counts.accepted
+        """Count what drafting did for a request."""
+        keep = math.exp(-counts.drafting / self.span)
+        self.steps = self.steps * keep + counts.drafting
+        self.emitted = self.emitted * keep + counts.drafting + counts.accepted
 
     @property
     def value(self) -> float:
@@ -118,7 +118,7 @@ class Rules:
     hope: float = 2.0
     only_if_it_pays: bool = True
     first_gain: float = 0.1
-    memory: float = 0.5
+    memory: float = 0.7
     fall: float = 0.07
     short: float = 3000.0
     long: float = 30000.0

@@ -9,13 +9,13 @@ the drafter's hidden states is made in the forward pass, while a chunk's logits 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from adaflash_batch.adapt.known_gradient import with_gradient
 from adaflash_batch.errors import ConfigError
 
 LossKind = Literal["ce", "forward_kl", "opd"]
@@ -92,6 +92,11 @@ class Head:
         row_of_token[token_ids] = torch.arange(len(token_ids), device=weight.device)
         assert int((row_of_token >= 0).sum()) == len(token_ids), "a token occurs twice"
         return Head(weight.detach()[token_ids], row_of_token, token_ids)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Head:
+        """The same on another device, the weight in this dtype."""
+        ids = [None if x is None else x.to(device) for x in (self.row_of_token, self.token_ids)]
+        return Head(self.weight.to(device, dtype), *ids)
 
     def rows(self, token_ids: Tensor) -> Tensor:
         """The row of each token, -1 outside the draft vocabulary."""
@@ -172,7 +177,8 @@ def draft_loss(
     """
     assert labels is not None or teacher is not None, "neither labels nor a teacher"
     assert teacher is not None or objective.kind == "ce", f"{objective.kind} needs a teacher"
-    wants_gradient = student.requires_grad and torch.is_grad_enabled()
+    inputs = (student, *(bias or ()))
+    wants_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
     with torch.no_grad():
         chosen = _choose(head, weights, labels)
         if total_weight is None:
@@ -190,16 +196,12 @@ def draft_loss(
         loss = loss / total_weight if len(chosen.positions) else loss
     if gradients is None:
         return loss, stats
-    pairs = [(student, gradients.student)]
-    if bias is not None:
-        pairs += [(bias.latents, gradients.latents), (bias.table, gradients.table)]
-    flat = [tensor for pair in pairs for tensor in pair]
-    attached = _WithGradient.apply(loss, *flat)  # type: ignore[no-untyped-call]
-    return cast(Tensor, attached), stats
+    pairs = list(zip(inputs, gradients, strict=False))
+    return with_gradient(loss, pairs), stats
 
 
 class _Gradients(NamedTuple):
-    """Of the loss; the table's in float32, since every chunk adds to all of it."""
+    """Of the loss, empty where none is wanted; the table's in float32: every chunk adds to it."""
 
     student: Tensor
     latents: Tensor
@@ -208,42 +210,25 @@ class _Gradients(NamedTuple):
     @staticmethod
     def of(student: Tensor, bias: Bias | None) -> _Gradients:
         nothing = student.new_zeros(0)
-        if bias is None:
-            return _Gradients(torch.zeros_like(student), nothing, nothing)
+        own = torch.zeros_like(student) if student.requires_grad else nothing
+        if bias is None or not any(each.requires_grad for each in bias):
+            return _Gradients(own, nothing, nothing)
         kind = torch.promote_types(bias.table.dtype, torch.float32)
         table = torch.zeros_like(bias.table, dtype=kind)
-        return _Gradients(torch.zeros_like(student), torch.zeros_like(bias.latents), table)
+        return _Gradients(own, torch.zeros_like(bias.latents), table)
 
     def add(
         self, positions: Tensor, by_logit: Tensor, share: Tensor, weight: Tensor, bias: Bias | None
     ) -> None:
         """A chunk's part, from the gradient by its logits before weighting."""
         by_logit = by_logit.to(weight.dtype)
-        self.student[positions] = (by_logit @ weight * share).to(self.student.dtype)
-        if bias is not None:
+        if len(self.student):
+            self.student[positions] = (by_logit @ weight * share).to(self.student.dtype)
+        if bias is not None and len(self.table):
             by_latent = by_logit.to(bias.table.dtype) @ bias.table * share
             self.latents[positions] = by_latent.to(self.latents.dtype)
             shared = (bias.latents[positions] * share).to(by_logit.dtype)
             self.table.add_(by_logit.T @ shared)
-
-
-class _WithGradient(torch.autograd.Function):
-    """A value whose gradients by its inputs are known already."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, *pairs: Tensor) -> Tensor:
-        """pairs: an input, its gradient, the next input, ..."""
-        ctx.save_for_backward(*pairs[1::2])
-        ctx.dtypes = [tensor.dtype for tensor in pairs[::2]]
-        return value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, by_value: Tensor) -> tuple[Tensor | None, ...]:
-        found: list[Tensor | None] = [None]
-        for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
-            found += [(gradient * by_value.to(gradient.dtype)).to(dtype), None]
-        return tuple(found)
 
 
 class _Chosen(NamedTuple):

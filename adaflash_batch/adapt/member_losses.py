@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,14 @@ from adaflash_batch.drafter.selector import best_candidates
 # Blocks whose logits are held at once.
 _BLOCKS_AT_ONCE = 32
 _TINY = torch.finfo(torch.float32).tiny
+
+OverRanks = Callable[[Tensor], Tensor]
+"""The sum of a tensor over all ranks that share a batch; each rank calls it with its own part."""
+
+
+def alone(part: Tensor) -> Tensor:
+    """OverRanks where there is one rank."""
+    return part
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,31 +54,50 @@ def member_loss(
     hidden: Tensor,
     blocks: Blocks,
     teacher: Tensor | None,
+    over_ranks: OverRanks = alone,
 ) -> MemberLoss:
     """The objective over the blocks; the predecessor of each position is the true one.
 
     Args:
         hidden: [T, H], from `forward_blocks`.
         teacher: the rows of `pack_teacher`; None for the cross-entropy alone.
+        over_ranks: sums the weights that each part of the loss is divided by, so that the losses
+            of all ranks add up to that of the whole batch.
     """
     slots = slice(net.config.first_slot, None)
     rows, previous = net.drafting_rows(hidden), predecessors(blocks, net.config.first_slot)
-    weights = blocks.weights[:, slots]
+    weights, labels = blocks.weights[:, slots].flatten(), blocks.labels[:, slots].flatten()
+    is_taught = (weights > 0) & (head.rows(labels) >= 0)
     loss, stats = draft_loss(
         objective,
         head,
         rows.flatten(0, 1),
-        weights.flatten(),
+        weights,
         None if teacher is None else teacher[blocks.teacher_rows[:, slots].flatten()],
-        blocks.labels[:, slots].flatten(),
+        labels,
+        total_weight=over_ranks(weights[is_taught].sum()),
         bias=_markov_bias(net, head, rows, previous),
     )
     if net.candidate_selector is not None:
-        loss = loss + _selector_loss(net, head, rows, previous, blocks)
+        loss = loss + _selector_loss(net, head, rows, previous, blocks, over_ranks)
     if net.confidence_head is not None:
-        is_right = stats.hits.view(weights.shape)
-        loss = loss + confidence_loss(net.confidence(rows, previous), is_right, weights)
+        is_right = stats.hits.view(previous.shape)
+        logits = net.confidence(rows, previous)
+        by_slot = blocks.weights[:, slots]
+        loss = loss + confidence_loss(logits, is_right, by_slot, over_ranks)
     return MemberLoss(loss, stats.positions, int(stats.hits.sum()), stats.clip_rate)
+
+
+def no_loss(net: DFlash, nothing: Tensor, over_ranks: OverRanks) -> MemberLoss:
+    """That of a rank without blocks: it takes part in the sums of `member_loss`.
+
+    Args:
+        nothing: a zero on the rank's device.
+    """
+    parts = 1 + (net.candidate_selector is not None) + (net.confidence_head is not None)
+    for _ in range(parts):
+        over_ranks(nothing.clone())
+    return MemberLoss(nothing, 0, 0, 0.0)
 
 
 def _markov_bias(net: DFlash, head: Head, rows: Tensor, previous: Tensor) -> Bias | None:
@@ -86,7 +114,12 @@ def predecessors(blocks: Blocks, first_slot: int) -> Tensor:
 
 
 def _selector_loss(
-    net: DFlash, head: Head, rows: Tensor, previous: Tensor, blocks: Blocks
+    net: DFlash,
+    head: Head,
+    rows: Tensor,
+    previous: Tensor,
+    blocks: Blocks,
+    over_ranks: OverRanks,
 ) -> Tensor:
     """Cross-entropy among the best candidates, where the label is one of them."""
     config, selector = net.config, net.candidate_selector
@@ -108,7 +141,7 @@ def _selector_loss(
         losses.append(F.cross_entropy(scores[chosen], gold, reduction="none"))
         taught.append(weights[part][chosen])
     total = (torch.cat(losses) * torch.cat(taught)).sum()
-    return total / weights.sum().clamp(min=_TINY)
+    return total / over_ranks(weights.sum()).clamp(min=_TINY)
 
 
 @torch.no_grad()
@@ -117,7 +150,9 @@ def _candidates(head: Head, rows: Tensor, count: int) -> Tensor:
     return best_candidates(logits, min(count, len(head.weight)))[1]
 
 
-def confidence_loss(logits: Tensor, is_right: Tensor, weights: Tensor) -> Tensor:
+def confidence_loss(
+    logits: Tensor, is_right: Tensor, weights: Tensor, over_ranks: OverRanks = alone
+) -> Tensor:
     """Mean binary cross-entropy of DSpark's confidence head, weighted like the drafts.
 
     The label of a draft is whether it is accepted: whether it is the token of the text. (DSpark
@@ -129,9 +164,10 @@ def confidence_loss(logits: Tensor, is_right: Tensor, weights: Tensor) -> Tensor
         logits: [B, N], of the head.
         is_right: bool [B, N], also where the token is outside the draft vocabulary: never right.
         weights: [B, N], 0 where the text has ended.
+        over_ranks: see member_loss.
     """
     reached = F.pad(is_right[:, :-1].int().cumprod(1), (1, 0), value=1)
     weights = weights * reached
     labels = is_right.float()
     losses = F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none")
-    return (losses * weights).sum() / weights.sum().clamp(min=_TINY)
+    return (losses * weights).sum() / over_ranks(weights.sum()).clamp(min=_TINY)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from adaflash_batch.adapt.block_attention import forward_blocks
-from adaflash_batch.adapt.blocks import pack_features, pack_teacher, sample_blocks
+from adaflash_batch.adapt.batch_loss import BatchLoss
+from adaflash_batch.adapt.blocks import pick_anchors
 from adaflash_batch.adapt.losses import Head, Objective
-from adaflash_batch.adapt.member_losses import MemberLoss, member_loss
 from adaflash_batch.adapt.optimiser import Optimiser, OptimiserKind
+from adaflash_batch.adapt.parameters import AdaptedParameters, MovedParameters
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.exchange import Trajectory
 
-_CLIP = 1.0
+LARGEST_GRADIENT = 1.0
+"""The norm that the gradients of an update are shortened to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,33 @@ class Update:
     is_dropped: bool
 
 
+class Trainer(Protocol):
+    """A drafter's master weights with what moves them, as an OnlineTrainer drives it."""
+
+    @property
+    def net(self) -> DFlash:
+        """The master weights, float32, as the last call left them; to be read only."""
+
+    def update(
+        self, trajectories: Sequence[Trajectory], generator: torch.Generator, rate: float
+    ) -> Update:
+        """See DrafterTrainer."""
+
+    def pull(self, weights: Mapping[str, Tensor], share: float) -> None:
+        """See DrafterTrainer."""
+
+    def state(self) -> dict[str, Tensor]:
+        """See DrafterTrainer; whole tensors, however they are held."""
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """See DrafterTrainer."""
+
+
 class DrafterTrainer:
     """Trains a drafter on trajectories; the same calls on one machine give the same weights.
 
     Args:
-        net: float32, the master weights; changed in place.
+        net: float32, the master weights; changed in place. What is published.
         embedding: the target's, [vocabulary, H].
         head: the target's lm_head, whole or restricted to a draft vocabulary.
         objective: the loss.
@@ -54,6 +76,7 @@ class DrafterTrainer:
         anchors: blocks of each trajectory in an update.
         optimiser, weight_decay: see Optimiser.
         compute: dtype of forward and backward.
+        parameters, rank: what is moved, see parameters.py; the rest of `net` stays as it is.
     """
 
     def __init__(
@@ -68,19 +91,24 @@ class DrafterTrainer:
         weight_decay: float,
         compute: torch.dtype,
         optimiser: OptimiserKind = "adamw",
+        parameters: AdaptedParameters = "all",
+        rank: int = 8,
     ) -> None:
         self.net = net
-        # The weights that the next update sees, in the dtype of forward and backward.
-        self.working = net if compute == torch.float32 else copy.deepcopy(net).to(compute)
-        self._embedding = embedding.to(compute)
-        self._head = dataclasses.replace(head, weight=head.weight.to(compute))
-        self._objective, self._gamma, self._anchors = objective, gamma, anchors
-        self._optimiser = Optimiser(net, kind=optimiser, weight_decay=weight_decay)
+        self._moved = MovedParameters(net, compute=compute, kind=parameters, rank=rank)
+        self._batch = BatchLoss(embedding, head, objective, gamma).to(embedding.device, compute)
+        self._anchors = anchors
+        self._optimiser = Optimiser(self._moved.masters, kind=optimiser, weight_decay=weight_decay)
+
+    @property
+    def working(self) -> DFlash:
+        """The weights that the next update sees, in the dtype of forward and backward."""
+        return self._moved.working
 
     @property
     def needs_teacher(self) -> bool:
         """Whether trajectories must come with last hidden states."""
-        return self._objective.kind != "ce"
+        return self._batch.needs_teacher
 
     def update(
         self, trajectories: Sequence[Trajectory], generator: torch.Generator, rate: float
@@ -92,7 +120,8 @@ class DrafterTrainer:
             generator: picks the anchors.
             rate: the learning rate of this step.
         """
-        result = self._loss(trajectories, generator)
+        anchors = pick_anchors(trajectories, self._anchors, generator)
+        result = self._batch(self.working, trajectories, anchors)
         rate_of_hits = result.hits / result.positions if result.positions else 0.0
         loss = float(result.value.detach())
         is_sound = result.value.requires_grad and math.isfinite(loss)
@@ -103,11 +132,11 @@ class DrafterTrainer:
     def _step(self, loss: Tensor, rate: float) -> bool:
         """Move the weights; False, and nothing moves, where the gradient is not finite."""
         loss.backward()  # type: ignore[no-untyped-call]
-        self._collect_gradients()
+        self._moved.collect_gradients()
         is_sound = self._clip_gradients()
         if is_sound:
             self._optimiser.step(rate)
-            self._spread_weights()
+            self._moved.spread()
         self._optimiser.zero_grad()
         return is_sound
 
@@ -116,63 +145,40 @@ class DrafterTrainer:
         """Move the weights this share of the way to others, by name."""
         for name, parameter in self.net.named_parameters():
             parameter.lerp_(weights[name], share)
-        self._spread_weights()
-
-    def _loss(self, trajectories: Sequence[Trajectory], generator: torch.Generator) -> MemberLoss:
-        config = self.net.config
-        blocks = sample_blocks(trajectories, config, self._gamma, self._anchors, generator)
-        if not blocks.spans:
-            return MemberLoss(self._embedding.new_zeros(()), 0, 0, 0.0)
-        place, dtype = self._embedding.device, self._embedding.dtype
-        features = pack_features(blocks, trajectories).to(place, dtype)
-        teacher = pack_teacher(trajectories) if self.needs_teacher else None
-        blocks = blocks.to(place)
-        embeddings = self._embedding[blocks.token_ids.flatten()]
-        hidden = forward_blocks(self.working, blocks, features, embeddings)
-        if teacher is not None:
-            teacher = teacher.to(place, dtype)
-        return member_loss(self.working, self._objective, self._head, hidden, blocks, teacher)
-
-    def _collect_gradients(self) -> None:
-        if self.working is self.net:
-            return
-        pairs = zip(self.net.parameters(), self.working.parameters(), strict=True)
-        for master, working in pairs:
-            master.grad = None if working.grad is None else working.grad.float()
-            working.grad = None
+        self._moved.spread_all()
 
     def _clip_gradients(self) -> bool:
-        """Bound them; whether all are finite.
-
-        The confidence head's by themselves: they must not shorten the steps of what drafts.
-        """
-        apart = self.net.confidence_head
-        confidence = [] if apart is None else list(apart.parameters())
-        ids = {id(parameter) for parameter in confidence}
-        drafting = [p for p in self.net.parameters() if id(p) not in ids]
-        norms = [torch.nn.utils.clip_grad_norm_(each, _CLIP) for each in (drafting, confidence)]
+        """Bound them; whether all are finite."""
+        parts = clipped_apart(self.net, self._moved.masters.values())
+        norms = [torch.nn.utils.clip_grad_norm_(each, LARGEST_GRADIENT) for each in parts]
         return all(bool(norm.isfinite()) for norm in norms)
 
-    def _spread_weights(self) -> None:
-        if self.working is self.net:
-            return
-        with torch.no_grad():
-            pairs = zip(self.net.parameters(), self.working.parameters(), strict=True)
-            for master, working in pairs:
-                working.copy_(master)
-
     def state(self) -> dict[str, Tensor]:
-        """Weights and what the optimiser remembers, by name."""
+        """Weights, factors of additions that are in them and the optimiser's memory, by name."""
         weights = {f"weight.{n}": p.detach() for n, p in self.net.named_parameters()}
-        return weights | self._optimiser.state()
+        return weights | self._moved.factors() | self._optimiser.state()
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from a `state`."""
+        """Go on from a `state`, exactly if it is of the same kind; else from its weights."""
         for name, parameter in self.net.named_parameters():
             parameter.copy_(tensors[f"weight.{name}"])
+        self._moved.restore_factors(tensors)
         self._optimiser.restore(tensors)
-        self._spread_weights()
+        self._moved.spread_all()
+
+
+def clipped_apart(net: DFlash, moved: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters whose gradients are bounded together: what drafts, and the confidence head.
+
+    The latter's must not shorten the steps of what drafts.
+    """
+    confidence = [] if net.confidence_head is None else list(net.confidence_head.parameters())
+    ids = {id(parameter) for parameter in confidence}
+    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for parameter in moved:
+        parts[id(parameter) in ids].append(parameter)
+    return parts
 
 
 def learning_rate(peak: float, warm_up: float, progress: float) -> float:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, cast
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from adaflash_batch.adapt.parameters import is_projection
 from adaflash_batch.errors import ConfigError
 
 OptimiserKind = Literal["adamw", "muon"]
 
 # Muon's learning rate over AdamW's: drafters learn faster so (docs/log.md).
 _MUON_RATE = 6.0
-# What they remember of a parameter.
-_OF_ADAMW = ("step", "exp_avg", "exp_avg_sq")
-_OF_MUON = ("momentum_buffer",)
-# Where the projections are; tables of tokens and the kernels of convolutions are no projections.
-_PROJECTIONS = ("fc.", "layers.", "input_projection.")
+_ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
+_MUON_STATE = ("momentum_buffer",)
 
 
 class Optimiser:
@@ -28,24 +26,21 @@ class Optimiser:
     by a factor of our own, so that one learning rate serves both.
 
     Args:
-        net: whose parameters are changed in place; their gradients are read.
+        named: what is moved, by name, changed in place; gradients are read.
         kind: which of the two; raises ConfigError for any other.
         weight_decay: of matrices; norms and biases have none.
     """
 
-    def __init__(self, net: nn.Module, *, kind: OptimiserKind, weight_decay: float) -> None:
+    def __init__(
+        self, named: Mapping[str, Tensor], *, kind: OptimiserKind, weight_decay: float
+    ) -> None:
         if kind not in ("adamw", "muon"):
             raise ConfigError(f"optimiser is {kind!r}, it must be adamw or muon")
-        self._named = dict(net.named_parameters())
-        by_muon = [p for n, p in self._named.items() if kind == "muon" and _is_projection(n, p)]
+        self._named = dict(named)
+        by_muon = [p for n, p in self._named.items() if kind == "muon" and is_projection(n, p)]
         taken = {id(parameter) for parameter in by_muon}
         rest = [p for p in self._named.values() if id(p) not in taken]
-        matrices = [p for p in rest if p.dim() > 1]
-        others = [p for p in rest if p.dim() <= 1]
-        groups = [
-            {"params": matrices, "weight_decay": weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
+        groups = decay_groups(rest, weight_decay)
         self._parts: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups)]
         if by_muon:
             self._parts.append(
@@ -75,20 +70,30 @@ class Optimiser:
         return found
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from a `state`.
-
-        Nothing is there of a parameter before its first step, nor if the other kind had it.
-        """
+        """Go on from a `state`; what another optimiser or other parameters left is not taken."""
         for part in self._parts:
-            part.state.clear()
-            kinds = _OF_MUON if isinstance(part, torch.optim.Muon) else _OF_ADAMW
+            part.state.clear()  # a state from before the first step has nothing for a parameter
+            kinds = _MUON_STATE if isinstance(part, torch.optim.Muon) else _ADAMW_STATE
             for group in part.param_groups:
                 for parameter in group["params"]:
                     name = next(n for n, p in self._named.items() if p is parameter)
-                    kept = {kind: f"{kind}.{name}" for kind in kinds}
-                    if all(key in tensors for key in kept.values()):
-                        part.state[parameter] = {k: tensors[v].clone() for k, v in kept.items()}
+                    found = {kind: tensors.get(f"{kind}.{name}") for kind in kinds}
+                    if all(_fits(value, parameter) for value in found.values()):
+                        kept = cast(dict[str, Tensor], found)
+                        part.state[parameter] = {k: v.clone() for k, v in kept.items()}
 
 
-def _is_projection(name: str, parameter: Tensor) -> bool:
-    return parameter.dim() == 2 and name.startswith(_PROJECTIONS) and "_conv." not in name
+def _fits(value: Tensor | None, parameter: Tensor) -> bool:
+    """Whether it can be an optimiser's memory of this parameter; a count of steps has no shape."""
+    return value is not None and (value.dim() == 0 or value.shape == parameter.shape)
+
+
+def decay_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    """Groups for AdamW: matrices with weight decay, norms and biases without."""
+    parameters = list(parameters)
+    matrices = [p for p in parameters if p.dim() > 1]
+    others = [p for p in parameters if p.dim() <= 1]
+    return [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]

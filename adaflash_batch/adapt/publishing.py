@@ -20,7 +20,7 @@ class TrainerCounters:
         rounds: that ended.
         updates: of all rounds; numbers the next one.
         published: rounds whose weights are served, or were.
-        not_better: rounds taken back since held-back texts were not drafted better.
+        not_better: rounds after which held-back texts were not drafted better.
         not_finite: rounds taken back for a loss or gradient that was not finite.
         refused: trajectories with states that are not finite.
     """

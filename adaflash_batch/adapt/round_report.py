@@ -18,7 +18,8 @@ class RoundReport:
         tau_before: τ of the served weights on held-back texts; None where it did not come to that.
         tau_after: τ of the round's weights on the same.
         version: that is served now.
-        fault: why the round was taken back; None where it was published.
+        fault: why it was not published; None where it was.
+        is_kept: whether its weights are trained on all the same, instead of being taken back.
     """
 
     number: int
@@ -30,6 +31,7 @@ class RoundReport:
     tau_after: float | None
     version: int
     fault: str | None
+    is_kept: bool = False
 
     @property
     def gain(self) -> float:
@@ -47,5 +49,11 @@ class RoundReport:
             parts.append(f"{self.clip_rate:.2%} clipped")
         if self.tau_before is not None and self.tau_after is not None:
             parts.append(f"τ {self.tau_before:.3f} -> {self.tau_after:.3f} on held-back rows")
-        ending = "published as" if self.fault is None else f"{self.fault}, back to"
-        return ", ".join(parts) + f": {ending} version {self.version}"
+        return ", ".join(parts) + f": {self._outcome()}"
+
+    def _outcome(self) -> str:
+        if self.fault is None:
+            return f"published as version {self.version}"
+        if self.is_kept:
+            return f"{self.fault} yet, version {self.version} goes on drafting"
+        return f"{self.fault}, back to version {self.version}"

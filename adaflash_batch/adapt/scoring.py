@@ -46,7 +46,7 @@ class Scorer:
     """
 
     def __init__(
-        self, net: DFlash, *, embedding: Tensor, head: Head, most_anchors: int | None = 32
+        self, net: DFlash, *, embedding: Tensor, head: Head, most_anchors: int | None = 64
     ) -> None:
         self._net = copy.deepcopy(net).requires_grad_(False).eval()
         self._embedding, self._head, self._most_anchors = embedding, head, most_anchors

@@ -1,10 +1,11 @@
 """Learning while the job runs: rounds of updates, of which only what proves better is published.
 
 A round is a number of updates; then its weights and those that are served are scored on the same
-held-back texts. The better ones are served from there on (TIDE, arXiv 2602.05145); where the new
-ones are not better, or something was not finite, weights and optimiser go back to where the round
-began. Work is done in pieces, an update or the scoring of a text, so that whoever runs it can stop
-between any two. Chance follows from the seed and the number of the update.
+held-back texts. The better ones are served from there on (TIDE, arXiv 2602.05145). Ones that are a
+little worse are only trained on: a round's gain is smaller than what chance does to a score. Where
+they are worse than that, or something was not finite, weights and optimiser go back to those that
+are served. Work is done in pieces, an update or the scoring of a text, so that whoever runs it can
+stop between any two. Chance follows from the seed and the number of the update.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 from torch import Tensor
 
-from adaflash_batch.adapt.optimise import DrafterTrainer, Update
+from adaflash_batch.adapt.optimise import Trainer, Update
 from adaflash_batch.adapt.publishing import Publisher, TrainerCounters, TrainerState
 from adaflash_batch.adapt.randomness import seed_of
 from adaflash_batch.adapt.replay import ReplayPool
@@ -40,6 +41,8 @@ class RoundPlan:
         least_held_back: held-back ones that must be there to score.
         averaging: of the weights over updates, an exponential mean: after each update it keeps this
             share of itself. The mean is what is scored and published; 0 publishes the weights.
+        tolerance: how much worse than what is served, as a share of τ, weights may be to be
+            trained on.
         pull: after each update the weights go this share, times the learning rate, of the way back
             to those that the round began from; 0 is off.
         seed: decides what is drawn.
@@ -51,6 +54,7 @@ class RoundPlan:
     least_new: int = 64
     least_held_back: int = 4
     averaging: float = 0.0
+    tolerance: float = 0.03
     pull: float = 0.0
     seed: int = 0
 
@@ -98,7 +102,7 @@ class OnlineTrainer:
 
     def __init__(
         self,
-        trainer: DrafterTrainer,
+        trainer: Trainer,
         mailbox: TrajectoryMailbox,
         pool: ReplayPool,
         scorer: Scorer,
@@ -180,7 +184,8 @@ class OnlineTrainer:
         comparison = yield from self._scorer.compare(candidate, self._served, held_back)
         if comparison is None or comparison.after <= comparison.before:
             self.counters.not_better += 1
-            return self._end(comparison, "not better")
+            is_far = comparison is not None and comparison.gain < -self._plan.tolerance
+            return self._end(comparison, "worse" if is_far else "not better", is_kept=not is_far)
         self._publish(candidate, comparison)
         return self._end(comparison, None)
 
@@ -203,12 +208,15 @@ class OnlineTrainer:
     def _restrain(self) -> None:
         """The pull and the averaging that follow an update."""
         plan, tensors = self._plan, self._at_rest.tensors
-        weights = dict(self._trainer.net.named_parameters())
         if plan.pull:
-            began = {name: tensors[f"weight.{name}"] for name in weights}
+            prefix = "weight."
+            began = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
             self._trainer.pull(began, min(plan.pull * plan.rate, 1.0))
-        for name, average in self._average.items():
-            average.lerp_(weights[name].detach(), 1.0 - plan.averaging)
+        if self._average:
+            # Only then: several ranks have to send it.
+            weights = dict(self._trainer.net.named_parameters())
+            for name, average in self._average.items():
+                average.lerp_(weights[name].detach(), 1.0 - plan.averaging)
 
     def _candidate(self) -> dict[str, Tensor]:
         """The weights that would be served, as copies in the dtype of decoding."""
@@ -225,11 +233,14 @@ class OnlineTrainer:
         self.counters, self._served, self._at_rest = counters, candidate, state
         self._scorer.accept()
 
-    def _end(self, comparison: Comparison | None, fault: str | None) -> RoundReport:
-        """Say what came of the round; with a fault go back to where it began."""
+    def _end(
+        self, comparison: Comparison | None, fault: str | None, *, is_kept: bool = False
+    ) -> RoundReport:
+        """Say what came of the round; with a fault go back to what is served, unless it is kept."""
         if fault is not None:
             self.counters.rounds += 1
-            self._go_back()
+            if not is_kept:
+                self._go_back()
         assert self._round is not None
         sums = self._round.sums
         return RoundReport(
@@ -242,6 +253,7 @@ class OnlineTrainer:
             tau_after=None if comparison is None else comparison.after,
             version=self.version,
             fault=fault,
+            is_kept=is_kept,
         )
 
     def _go_back(self) -> None:

@@ -10,6 +10,8 @@ B blocks, T rows of all blocks, H hidden.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,5 +37,5 @@ class InputProjection(nn.Module):
         """
         rows = embeddings.view(len(states), -1, embeddings.shape[-1])
         anchors = F.rms_norm(rows[:, 0], rows.shape[-1:], None, self.eps)
-        added = F.linear(torch.cat((self.norm(states), anchors), dim=-1), self.proj.weight)
-        return (rows + added.unsqueeze(1)).flatten(0, 1)
+        added = self.proj(torch.cat((self.norm(states), anchors), dim=-1))
+        return cast(Tensor, (rows + added.unsqueeze(1)).flatten(0, 1))

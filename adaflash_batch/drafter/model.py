@@ -71,7 +71,7 @@ def _project(x: Tensor, linears: Sequence[nn.Linear], packed: Tensor | None) -> 
         and packed.data_ptr() == linears[0].weight.data_ptr()
     ):
         return F.linear(x, packed)
-    return torch.cat([F.linear(x, linear.weight) for linear in linears], dim=-1)
+    return torch.cat([linear(x) for linear in linears], dim=-1)
 
 
 def _rotation(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -139,7 +139,7 @@ class _MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = _project(x, (self.gate_proj, self.up_proj), self.packed).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, self.down_proj.weight)
+        return cast(Tensor, self.down_proj(F.silu(gate) * up))
 
 
 class _Layer(nn.Module):
@@ -156,7 +156,7 @@ class _Layer(nn.Module):
     def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], attend: Mix) -> Tensor:
         def attention(x: Tensor) -> Tensor:
             attended = attend(*self.self_attn.qkv(x, *rotation))
-            return F.linear(attended, self.self_attn.o_proj.weight)
+            return cast(Tensor, self.self_attn.o_proj(attended))
 
         x = self.input_layernorm(hidden)
         hidden = hidden + self._around(self.attention_conv, attention, x)

@@ -21,6 +21,7 @@ FIRST_LINE_S = 2.0
 LINE_EVERY_S = 10.0
 REDRAW_EVERY_S = 0.25
 WINDOW_S = 10.0
+_NEARLY_ALL = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +163,14 @@ def describe(progress: Progress, pace: Pace) -> str:
 
 
 def describe_speculation(counts: SpeculationCounts) -> list[str]:
-    """τ and the acceptance rate, or nothing where no draft was verified."""
-    emitted, rate = counts.emitted_per_step, counts.acceptance_rate
+    """τ and the acceptance rate of the steps with drafts, or nothing without any."""
+    emitted, rate = counts.emitted_per_drafting_step, counts.acceptance_rate
     if emitted is None or rate is None:
         return []
-    return [f"τ {emitted:.2f} (accepted {100 * rate:.0f}%)"]
+    share = counts.drafting / counts.steps
+    # A text's last step drafts nothing, where only one token may follow.
+    often = f", drafting in {share:.0%} of the steps" if share < _NEARLY_ALL else ""
+    return [f"τ {emitted:.2f} (accepted {100 * rate:.0f}%{often})"]
 
 
 def describe_end(progress: Progress) -> str:

@@ -51,7 +51,7 @@ def describe_summary(summary: dict[str, Any]) -> str:
         ("output_tokens", "{} tokens"),
         ("elapsed_s", "{:.1f} s"),
         ("tokens_per_s", "{:.0f} tokens/s"),
-        ("emitted_per_step", "τ {:.2f} tokens a step"),
+        ("emitted_per_drafting_step", "τ {:.2f} tokens a step with drafts"),
     ]
     return ", ".join(
         form.format(summary[key]) for key, form in labels if summary.get(key) is not None
