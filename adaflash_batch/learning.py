@@ -47,6 +47,7 @@ def learning_plan(spec: JobSpec, sampling: Sampling) -> LearningPlan:
             rate=adapt.rate,
             averaging=adapt.averaging,
             pull=adapt.pull,
+            least_new=adapt.fresh,
             seed=sampling.seed,
         ),
         objective=Objective(adapt.objective, ce_weight=adapt.ce_weight, clip=adapt.clip),

@@ -229,6 +229,8 @@ class AdaptSection(BaseModel):
     """Learning rate."""
     updates: Count = 16
     """Updates of a round; only a round that proves better is drafted with."""
+    fresh: Count = 64
+    """Finished texts that must come before another round."""
     batch: Count = 8
     """Texts of an update."""
     anchors: Count = 16

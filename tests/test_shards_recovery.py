@@ -66,6 +66,42 @@ def test_parts_are_found_and_summed(tmp_path: Path) -> None:
     assert found.totals.counts.accepted_hist == [0, 3, 3]
 
 
+@pytest.mark.parametrize("versions", [(1, 4, 2), (4, 2, 1), (3, 0, None), (None, 1, 0)])
+def test_the_part_that_was_committed_last_names_the_version(
+    versions: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    """Wherever it stands among the files, and also after a rollback to a lower number."""
+    places = [(0, 2), (1, 0), (0, 1)]
+    for sequence, ((shard, chunk), version) in enumerate(zip(places, versions, strict=True)):
+        footer = footer_of(shard, chunk, sequence=sequence + 5, drafter_version=version)
+        commit(tmp_path, footer)
+    found = look(tmp_path)
+    assert (found.drafter_version, found.num_committed) == (versions[-1], 8)
+    # What was lost is done again; of what is left the last one counts.
+    (tmp_path / part_name(0, 1)).unlink()
+    found = look(tmp_path)
+    assert (found.drafter_version, found.num_committed) == (versions[1], 7)
+
+
+def test_parts_of_before_there_was_an_order_are_read(tmp_path: Path) -> None:
+    for shard, chunk, version in [(0, 0, 1), (0, 1, 3), (1, 0, 2)]:
+        commit(tmp_path, footer_of(shard, chunk, drafter_version=version))
+    for path in tmp_path.iterdir():
+        table = pq.read_table(path)
+        table = table.replace_schema_metadata(
+            {k: v for k, v in table.schema.metadata.items() if k != b"adaflash.sequence"}
+        )
+        pq.write_table(table, path)
+    found = look(tmp_path)
+    assert len(found.done) == 3
+    assert (found.drafter_version, found.num_committed) == (3, 1)
+    # A part of today is later than all of them.
+    footer = footer_of(0, 2, sequence=found.num_committed, drafter_version=0)
+    commit(tmp_path, footer)
+    found = look(tmp_path)
+    assert (found.drafter_version, found.num_committed) == (0, 2)
+
+
 def test_only_footers_are_read(tmp_path: Path) -> None:
     path = commit(tmp_path, footer_of(0, 0))
     content = bytearray(path.read_bytes())

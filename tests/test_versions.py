@@ -322,6 +322,20 @@ def test_what_is_needed_never_goes(tmp_path: Path) -> None:
             assert store.current() == new
 
 
+def test_a_version_whose_parent_others_took_away_is_kept(tmp_path: Path) -> None:
+    """Of two jobs the slow one publishes when the fast one has pruned what it began from."""
+    slow, fast = filled(tmp_path, 2, keep=2), VersionStore(tmp_path, keep=2)
+    for seed in range(2, 6):
+        fast.publish(small_drafter(seed=seed), LEARNT)
+    assert slow.numbers() == [3, 4, 5]
+    assert slow.publish(small_drafter(seed=9), LEARNT, parent=1) == 6
+    assert_has_seed(slow, 6, 9)
+    assert slow.read(6).parent == 1
+    assert checkpoint.inspect(slow.path(6)).own["tokenizer_sha256"] == "aaaa"
+    assert [*slow.ancestors(6)] == []
+    assert fast.publish(small_drafter(seed=7), LEARNT) == 7
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_imported_drafter_is_that_drafter(tmp_path: Path, dtype: torch.dtype) -> None:
     folder, store = tmp_path / "mine", VersionStore(tmp_path / "store")

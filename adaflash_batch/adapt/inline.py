@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 
 from adaflash_batch.adapt.balance import Outlook
 from adaflash_batch.adapt.control import LearningControl, Verdict
@@ -36,12 +37,14 @@ class InlineLearning:
         self.seconds = 0.0
         self._trainer, self._control = trainer, control
         self._notify, self._clock = notify, clock
-        self._has_stopped = False
+        self._has_stopped = self._has_refused = False
+        self._began = replace(trainer.counters)
 
     @property
     def counters(self) -> TrainerCounters:
-        """The trainer's."""
-        return self._trainer.counters
+        """The trainer's, from here on."""
+        now, began = asdict(self._trainer.counters), asdict(self._began)
+        return TrainerCounters(**{name: now[name] - began[name] for name in now})
 
     @property
     def num_dropped(self) -> int:
@@ -60,6 +63,7 @@ class InlineLearning:
     def advance(self, ahead: Outlook) -> bool:
         """Take what has come and do the next piece if the control lets it; whether it did."""
         self._trainer.collect()
+        self._tell_refused()
         if not self._trainer.is_ready:
             return False
         done = self._trainer.round_done
@@ -83,6 +87,13 @@ class InlineLearning:
         if report is not None:
             self._control.end_round(report.gain)
             self._notify(report.describe())
+
+    def _tell_refused(self) -> None:
+        if not self._has_refused and self.counters.refused:
+            self._has_refused = True
+            self._notify(
+                "a text with states that are not finite (NaN or infinity) is not learnt from"
+            )
 
     def _tell(self, verdict: Verdict) -> None:
         has_stopped = verdict.kind == "stop"

@@ -26,7 +26,7 @@ from adaflash_batch.adapt.store_publisher import StorePublisher
 from adaflash_batch.adapt.trainer import OnlineTrainer, RoundPlan
 from adaflash_batch.drafter import checkpoint
 from adaflash_batch.drafter.checkpoint import TargetFacts
-from adaflash_batch.drafter.versions import VersionStore
+from adaflash_batch.drafter.versions import TrainingState, VersionStore
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.exchange import DrafterWeights, TrajectoryMailbox
 
@@ -161,13 +161,21 @@ class TrainerRecipe:
             hand_over,
         )
         trainer = self._trainer(inbox, publisher)
-        state = None if self.version is None else store.training_state(self.version)
+        state = self._state(store, notify)
         if state is not None and self.version is not None:
             counters = state.facts["counters"]
             trainer.restore(TrainerState(state.tensors, counters), self.version)
             control.restore(state.facts["control"])
             publisher.begin_from(counters)
         return InlineLearning(trainer, control, notify=notify)
+
+    def _state(self, store: VersionStore, notify: Callable[[str], None]) -> TrainingState | None:
+        """What a trainer left with the version."""
+        try:
+            return None if self.version is None else store.training_state(self.version)
+        except ConfigError as error:
+            notify(f"the optimiser begins anew: {error}")
+            return None
 
     def _trainer(self, inbox: TrajectoryMailbox, publisher: StorePublisher) -> OnlineTrainer:
         plan, device = self.plan, self.device

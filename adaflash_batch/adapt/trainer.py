@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -236,11 +236,13 @@ class OnlineTrainer:
         return {name: each.detach().to(dtype, copy=True) for name, each in weights.items()}
 
     def _publish(self, candidate: dict[str, Tensor], comparison: Comparison) -> None:
-        self.counters.rounds += 1
-        self.counters.published += 1
-        self._served, self._at_rest = candidate, self._snapshot()
+        done = self.counters
+        counters = replace(done, rounds=done.rounds + 1, published=done.published + 1)
+        state = TrainerState(self._snapshot().tensors, asdict(counters))
+        # Where it cannot be published nothing of this is so.
+        self.version = self._publisher.publish(candidate, state, comparison)
+        self.counters, self._served, self._at_rest = counters, candidate, state
         self._scorer.accept()
-        self.version = self._publisher.publish(candidate, self._at_rest, comparison)
 
     def _end(
         self, comparison: Comparison | None, fault: str | None, *, is_kept: bool = False

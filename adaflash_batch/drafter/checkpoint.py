@@ -178,7 +178,7 @@ def save(
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     try:
-        save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
+        write_tensors(tensors, scratch / WEIGHTS, {"format": "pt"})
         (scratch / CONFIG).write_text(json.dumps(config | extra, indent=2) + "\n", "utf-8")
         for name, content in (extra_files or {}).items():
             if isinstance(content, bytes):
@@ -191,6 +191,14 @@ def save(
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     flush(folder.parent)
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file; OSError where that fails."""
+    try:
+        save_file(dict(tensors), path, metadata=dict(metadata))
+    except SafetensorError as error:  # so it calls a full disk, too
+        raise OSError(f"cannot write {path}: {error}") from error
 
 
 def identity(folder: str | Path) -> str:

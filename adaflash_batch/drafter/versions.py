@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from adaflash_batch.drafter import checkpoint
@@ -241,7 +240,8 @@ class VersionStore:
             net: in the dtype to be written. Its draft vocabulary is the parent's.
             learnt: what it learnt.
             training_state: for exact continuation.
-            parent: the version that it began from; the current one unless given.
+            parent: the version that it began from, which may be gone: others publish, too. The
+                current one unless given.
 
         Raises:
             ConfigError: there is no parent; see `begin`.
@@ -251,7 +251,9 @@ class VersionStore:
             parent = current if parent is None else parent
             if parent is None:
                 raise ConfigError(f"{self.folder} has no version to go on from")
-            own, files = _inherited(self.path(parent))
+            # Whoever is there can pass on what all versions of a store have.
+            heir = parent if current is None or parent in self.numbers() else current
+            own, files = _inherited(self.path(heir))
             if training_state is not None:
                 files[TRAINING] = partial(_write_state, training_state)
             number = self._next_number()
@@ -355,7 +357,7 @@ def _inherited(parent: Path) -> tuple[dict[str, Any], dict[str, bytes | Write]]:
 
 def _write_state(state: TrainingState, path: Path) -> None:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors.items()}
-    save_file(tensors, path, metadata={_METADATA: json.dumps(dict(state.facts))})
+    checkpoint.write_tensors(tensors, path, {_METADATA: json.dumps(dict(state.facts))})
 
 
 def _now() -> str:

@@ -47,9 +47,13 @@ class Committed:
     def _add(self, footer: PartFooter) -> None:
         self.done.add((footer.shard_index, footer.chunk_index))
         self.totals += footer.totals
-        if footer.sequence >= self.num_committed:
-            self.num_committed = footer.sequence + 1
-            self.drafter_version = footer.drafter_version
+        # Of parts from before there was a sequence the highest version counts.
+        version, found = footer.drafter_version, self.drafter_version
+        is_later = footer.sequence >= self.num_committed
+        is_even = footer.sequence + 1 == self.num_committed
+        if is_later or (is_even and version is not None and (found is None or version > found)):
+            self.drafter_version = version
+        self.num_committed = max(self.num_committed, footer.sequence + 1)
 
 
 def committed(
