@@ -7,7 +7,7 @@ import math
 import resource
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -45,11 +45,11 @@ def learnt(place: Workplace) -> tuple[Summary, list[str]]:
 
 
 def learn(
-    place: Workplace, name: str, keys: dict[str, object] | None = None
+    place: Workplace, name: str, keys: Mapping[str, object] | None = None
 ) -> tuple[Summary, list[str]]:
     """Run a job that learns; its text is that of plain decoding. Also what it told."""
     listener = Listener()
-    summary = place.run(name, QUICK | (keys or {}), listener)
+    summary = place.run(name, {**QUICK, **(keys or {})}, listener)
     assert summary.exit_code == 0
     assert place.texts(name) == place.texts("plain")
     return summary, listener.lines

@@ -117,7 +117,7 @@ def watched(place: Workplace, name: str) -> None:
         kept = {"version": str(version), "updates": str(trainer.counters.updates)}
         save_file(dict(trainer.state().tensors), place.restored(name), kept)
 
-    OnlineTrainer.restore = restore  # type: ignore[method-assign]
+    OnlineTrainer.restore = restore  # type: ignore[method-assign, assignment]
     place.run(name, QUICK)
 
 
@@ -196,7 +196,7 @@ def assert_is_whole(place: Workplace, name: str) -> None:
     assert [footer.sequence for footer in footers] == [*range(len(footers))]
     store = place.store(name)
     for footer in footers:
-        assert footer.drafter_version in store.numbers()
+        assert footer.drafter_version in (store.numbers() or [0])
         for first, last in place.drafted(name, footer):
             assert first <= last <= (footer.drafter_version or 0)
 

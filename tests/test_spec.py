@@ -253,16 +253,20 @@ def test_the_default_output_is_named_after_the_first_input(path: str, directory:
 
 
 def test_learning_has_its_section() -> None:
-    flags = {"speculation.drafter": "d", "adapt.when": "always", "speculation.when": "always"}
-    spec = JobSpec.from_sources(None, ["adapt.fresh=8", "adapt.memory=2MiB"], PATHS | flags)
+    flags: dict[str, object] = {
+        "speculation.drafter": "d",
+        "adapt.when": "always",
+        "speculation.when": "always",
+    }
+    spec = JobSpec.from_sources(None, ["adapt.fresh=8", "adapt.memory=2MiB"], {**PATHS, **flags})
     assert (spec.adapt.when, spec.adapt.fresh, spec.adapt.memory_bytes) == ("always", 8, 2**21)
     assert spec.speculation.when == "always"
     usual = JobSpec.from_sources(flags=PATHS)
     assert (usual.adapt.when, usual.speculation.when, usual.adapt.fresh) == ("pays", "pays", 64)
     # Neither how drafts are made nor how the drafter learns changes a text.
     assert spec.text_fields() == usual.text_fields()
-    store = {"speculation.drafter_store": "s", "adapt.when": "always"}
-    assert JobSpec.from_sources(flags=PATHS | store).adapt.when == "always"
+    store: dict[str, object] = {"speculation.drafter_store": "s", "adapt.when": "always"}
+    assert JobSpec.from_sources(flags={**PATHS, **store}).adapt.when == "always"
 
 
 @pytest.mark.parametrize(
@@ -291,7 +295,7 @@ def test_what_learning_cannot_be_told_is_refused(override: str, words: str) -> N
     ("key", "option"), [("adapt__when", "--adapt"), ("speculation__when", "--speculate")]
 )
 def test_always_learning_or_drafting_needs_a_drafter(key: str, option: str) -> None:
-    error = refusal(**{key: "always"})
+    error = refusal(None, **{key: "always"})
     assert f"{option} needs a drafter" in error.message
     assert "--drafter" in str(error.hint)
 
