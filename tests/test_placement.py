@@ -142,12 +142,12 @@ def at_work(place: Place, recipe: TrainerRecipe, store: Path) -> Iterator[Bench]
 
 
 def is_alive(pid: int) -> bool:
+    """Whether it runs; one that has ended may wait for somebody to ask how."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        state = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    # A killed child of nobody's in particular stays as a zombie where nobody reaps it.
-    return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] != "Z"
+    return state != "Z"
 
 
 @torch.no_grad()

@@ -184,14 +184,20 @@ def _start(threads: int) -> tuple[Connection[Any, Any], subprocess.Popen[bytes]]
     # Threads that wait actively would take the cores from the decoder.
     environment.setdefault("OMP_WAIT_POLICY", "passive")
     descriptor, module = other.fileno(), "adaflash_batch.adapt.worker"
+    command = [sys.executable, "-P", "-m", module, str(descriptor), str(os.getpid())]
     with other:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, str(descriptor), str(os.getpid())],
-            pass_fds=[descriptor],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env=environment,
-        )
+        try:
+            process = subprocess.Popen(
+                command,
+                pass_fds=[descriptor],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=environment,
+            )
+        except OSError as error:
+            own.close()
+            message = f"the trainer's process cannot be started: {error}"
+            raise AdaflashError(message, "give --adapt-place inline") from error
     return own, process
 
 

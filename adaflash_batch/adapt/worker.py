@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Be killed when the parent dies."""
+    """Be killed when the parent dies, or its thread that started this: that of the decoder."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
