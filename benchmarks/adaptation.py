@@ -194,8 +194,10 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=20)
     parser.add_argument("--swap", action="store_true")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("options", nargs="*", help="after --: of adaflash-batch run")
-    given = parser.parse_args()
+    words = sys.argv[1:]
+    place = words.index("--") if "--" in words else len(words)
+    given = parser.parse_args(words[:place])
+    given.options = words[place + 1 :]
     inputs = split(given.prompts, given.out / "shards", given.rows, given.shards)
     study = {"shift": shift, "memory": memory, "scratch": scratch}[given.study]
     turns = [
