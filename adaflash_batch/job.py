@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from adaflash_batch import models
 from adaflash_batch.drafter.store import versions_of
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.report.live import Progress, Reporter
-from adaflash_batch.request import Completion, Prompt, Request, RowError, RowKey, Sampling
+from adaflash_batch.request import Completion, Prompt, Request, RowError, RowKey
+from adaflash_batch.sampling_defaults import check_token_ids, default_sampling
 from adaflash_batch.shards.columns import ContentColumn, check_sampling_columns, detect_content
 from adaflash_batch.shards.identity import check_ids
 from adaflash_batch.shards.inputs import resolve_inputs
@@ -31,7 +31,7 @@ from adaflash_batch.summary import Learnt, RunFigures, Summary, summarise
 from adaflash_batch.text import Encoded, TextCodec
 
 if TYPE_CHECKING:
-    from adaflash_batch.engine.assembly import Assembly
+    from adaflash_batch.engine.assembly import Assembly, Origin
     from adaflash_batch.engine.decoder import Decoder
     from adaflash_batch.learning import JobLearning
 
@@ -137,10 +137,11 @@ class _Run:
         self._own_store = own_store
         self._committed_version = committed_version
         self._defaults = models.generation_defaults(model)
-        self._sampling = spec.sampling.over(_default_sampling(self._defaults))
+        self._sampling = spec.sampling.over(default_sampling(self._defaults))
         self._chunks = OpenChunks(spec.output.chunk_rows, self._commit)
         self._codec: TextCodec
         self._decoder: Decoder
+        self._origin: Origin | None = None
         self._learning: JobLearning | None = None
         self._end_ids: frozenset[int] = frozenset()
         self._rows_done = output.resumed_rows
@@ -229,8 +230,9 @@ class _Run:
         # A tokenizer may know of tokens that the model has no logits for.
         self._end_ids = frozenset(token for token in ends if token < decoder.vocab_size)
         decoder.end_token_ids = self._end_ids
-        _check_token_ids(self._sampling, decoder.vocab_size)
+        check_token_ids(self._sampling, decoder.vocab_size)
         self._decoder = decoder
+        self._origin = assembly.origin
         self._begin_learning(assembly)
 
     def _begin_learning(self, assembly: Assembly) -> None:
@@ -270,9 +272,9 @@ class _Run:
         speculation, version = self._spec.speculation, self._decoder.drafter_version
         if version is None:
             return "no drafter: plain decoding"
-        if speculation.drafter_store is None:
+        if self._origin is None or self._origin.version is None:
             return f"drafter {speculation.drafter}"
-        return f"drafter version {version} of {speculation.drafter_store}"
+        return f"drafter version {version} of {speculation.drafter_store or self._own_store}"
 
     def _describe(self) -> list[str]:
         spec, output = self._spec, self._output
@@ -333,7 +335,7 @@ class _Run:
             message = f"the tokenizer makes it token {highest}, the model's vocabulary has "
             return RowError("unknown_token", f"{message}{vocab_size}")
         try:
-            _check_token_ids(prompt.sampling, vocab_size)
+            check_token_ids(prompt.sampling, vocab_size)
         except ConfigError as error:
             return RowError("bad_sampling", error.message)
         return None
@@ -377,22 +379,3 @@ class _Run:
             resumed_rows=resumed,
             most_output_tokens=(rows - resumed) * self._sampling.n * self._sampling.max_new_tokens,
         )
-
-
-def _default_sampling(defaults: dict[str, Any]) -> Sampling:
-    names = {field.name for field in dataclasses.fields(Sampling)}
-    known = {name: value for name, value in defaults.items() if name in names}
-    try:
-        return Sampling(**known)
-    except ConfigError as error:
-        raise ConfigError(
-            f"the model's generation_config.json is wrong: {error.message}",
-            "set the value yourself, with its flag or in the job file",
-        ) from error
-
-
-def _check_token_ids(sampling: Sampling, vocab_size: int) -> None:
-    ids = [*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)]
-    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
-    if wrong is not None:
-        raise ConfigError(f"token id {wrong} is not in the model's vocabulary of {vocab_size}")

@@ -21,6 +21,7 @@ LAYERS: list[set[str]] = [
     {
         *("errors", "durable", "stats", "request", "spec", "spec_sections", "spec_sources"),
         "exchange",
+        "sampling_defaults",
         *("text", "detokenise", "special_tokens", "models", "gguf"),
     },
 ]

@@ -88,7 +88,7 @@ class RankedTrainer:
         plan: RankPlan,
         optimiser: OptimiserKind = "adamw",
     ) -> None:
-        _check(optimiser)
+        check_ranks(optimiser)
         self._net, self._anchors = net, anchors
         self._is_current = True
         batch = BatchLoss(embedding.detach(), head, objective, gamma).to(_CPU, compute)
@@ -131,13 +131,10 @@ class RankedTrainer:
         return found
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """See DrafterTrainer; raises ConfigError for a state that Muon left."""
-        if any(name.startswith("momentum_buffer.") for name in tensors):
-            raise ConfigError(
-                "the drafter's training state was left by Muon, several trainer ranks have AdamW",
-                "go on with one rank, or begin without the state",
-            )
-        wanted = {n: _own(each) for n, each in tensors.items() if n.split(".", 1)[0] in _KINDS}
+        """See DrafterTrainer; of a state that Muon left, the weights are taken."""
+        is_muons = any(name.startswith("momentum_buffer.") for name in tensors)
+        kinds = _KINDS[:1] if is_muons else _KINDS
+        wanted = {n: _own(each) for n, each in tensors.items() if n.split(".", 1)[0] in kinds}
         self._is_current = False
         self._group.call("restore", wanted)
 
@@ -163,7 +160,8 @@ class RankedTrainer:
         self._is_current = True
 
 
-def _check(optimiser: str) -> None:
+def check_ranks(optimiser: str) -> None:
+    """Raises ConfigError where several ranks cannot run with this optimiser, or at all."""
     if optimiser != "adamw":
         raise ConfigError(
             f"optimiser is {optimiser!r}, several trainer ranks have adamw alone",

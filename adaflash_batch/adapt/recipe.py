@@ -19,7 +19,7 @@ from adaflash_batch.adapt.optimiser import OptimiserKind
 from adaflash_batch.adapt.parameters import AdaptedParameters
 from adaflash_batch.adapt.placement import Place
 from adaflash_batch.adapt.publishing import TrainerState
-from adaflash_batch.adapt.ranks import RankedTrainer, RankPlan
+from adaflash_batch.adapt.ranks import RankedTrainer, RankPlan, check_ranks
 from adaflash_batch.adapt.replay import ReplayPool
 from adaflash_batch.adapt.scoring import Scorer
 from adaflash_batch.adapt.store_publisher import StorePublisher
@@ -72,6 +72,8 @@ class LearningPlan:
     zero_stage: int = 1
 
     def __post_init__(self) -> None:
+        if self.ranks > 1:
+            check_ranks(self.optimiser)
         if self.ranks > 1 and self.parameters != "all":
             raise ConfigError(
                 f"several trainer ranks move all parameters, not {self.parameters!r}",
