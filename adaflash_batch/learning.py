@@ -89,7 +89,9 @@ class JobLearning:
         waiting = plan.waiting_bytes // (2 if plan.place == "process" else 1)
         self._inbox, self._outbox = TrajectoryMailbox(waiting), WeightsMailbox()
         self._placement: Placement | None = None
-        self._decoder.capture(self._decoder.drafter_layers, self._inbox.put)
+        self._is_short = False
+        layers = self._decoder.drafter_layers
+        self._decoder.capture(layers, self._inbox.put, lambda: self.wants_texts)
         self._decoder.follow(self._outbox.take)
         self._has_ended = False
 
@@ -111,6 +113,13 @@ class JobLearning:
             self._notify(f"learning has ended, the drafter stays as it is: {error}")
             self.close()
 
+    @property
+    def wants_texts(self) -> bool:
+        """Whether what is decoded from now on would be learnt from."""
+        if self._placement is None:
+            return not (self._has_ended or self._is_short)
+        return not self._has_ended and self._placement.wants_texts
+
     def _learn(self, completions: Sequence[Completion], ahead: Outlook) -> None:
         if self._placement is None:
             if not self._is_worth_beginning(ahead):
@@ -123,8 +132,11 @@ class JobLearning:
 
     def _is_worth_beginning(self, ahead: Outlook) -> bool:
         rules = self._plan.rules
+        if not rules.only_if_it_pays:
+            return True
         is_long = rules.risk * ahead.seconds >= rules.least_risked
-        return not rules.only_if_it_pays or (self._pace.is_known and is_long)
+        self._is_short = self._pace.is_known and not is_long
+        return self._pace.is_known and is_long
 
     def _place(self) -> Placement:
         recipe = _recipe(self._assembly, self._plan)

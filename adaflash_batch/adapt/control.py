@@ -223,6 +223,11 @@ class LearningControl:
             return self._price * (1.0 - round_done)
         return self._spent / round_done * (1.0 - round_done) if round_done > 0.0 else None
 
+    @property
+    def has_fallen(self) -> bool:
+        """Whether acceptance fell while learning had stopped."""
+        return self._fall() is not None
+
     def _fall(self) -> str | None:
         """That acceptance fell while learning had stopped, in words; None if it did not."""
         short, long = self._short.value, self._long.value

@@ -51,6 +51,11 @@ class InlineLearning:
         """See Placement."""
         return self._trainer.num_dropped
 
+    @property
+    def wants_texts(self) -> bool:
+        """See Placement: not while learning has stopped and acceptance has not fallen."""
+        return self._control.is_learning or self._control.has_fallen
+
     def observe(self, counts: SpeculationCounts) -> None:
         """Take in what speculation did for a finished request."""
         self._control.observe(counts)

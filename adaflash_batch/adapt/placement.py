@@ -37,6 +37,10 @@ class Placement(Protocol):
     def num_dropped(self) -> int:
         """Trajectories that it never saw, since it did not keep up."""
 
+    @property
+    def wants_texts(self) -> bool:
+        """Whether texts that are begun now would be learnt from."""
+
     def observe(self, counts: SpeculationCounts) -> None:
         """Take in what speculation did for a finished request."""
 

@@ -96,6 +96,11 @@ class ProcessLearning:
         """See Placement."""
         return self._inbox.num_dropped + self._progress.num_dropped
 
+    @property
+    def wants_texts(self) -> bool:
+        """See Placement; what the control over there thinks is not asked."""
+        return True
+
     def observe(self, counts: SpeculationCounts) -> None:
         """See Placement."""
         self._news.observe(counts)

@@ -124,6 +124,11 @@ class ThreadLearning:
         """See Placement."""
         return self._learner.num_dropped
 
+    @property
+    def wants_texts(self) -> bool:
+        """See Placement; what the control over there thinks is not asked."""
+        return True
+
     def observe(self, counts: SpeculationCounts) -> None:
         """See Placement."""
         self._news.observe(counts)

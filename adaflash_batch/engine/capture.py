@@ -37,13 +37,14 @@ class Recording:
 class Piece(NamedTuple):
     """A request's part in a forward pass, of which `num_kept` tokens stay in its text.
 
+    recording: None where its states are not wanted.
     row: the packed row of its first token.
     position: that token's position.
     num_choices: rows that the lm_head was given, those of its last tokens.
     num_chosen: how many of these rows, from the first, chose a token of the text or would have.
     """
 
-    recording: Recording
+    recording: Recording | None
     row: int
     position: int
     num_kept: int
@@ -58,11 +59,17 @@ class Capture:
         target: whose states are kept.
         layer_ids: decoder layers whose outputs are the features.
         emit: takes the trajectory of every request that finishes without an error.
+        wanted: whether the states of a request that comes now are wanted.
     """
 
     def __init__(
-        self, target: Target, layer_ids: tuple[int, ...], emit: Callable[[Trajectory], None]
+        self,
+        target: Target,
+        layer_ids: tuple[int, ...],
+        emit: Callable[[Trajectory], None],
+        wanted: Callable[[], bool],
     ) -> None:
+        self.wanted = wanted
         self._target = target
         self._layer_ids = layer_ids
         self._emit = emit
@@ -85,13 +92,17 @@ class Capture:
 
     def record(self, pieces: Sequence[Piece]) -> None:
         """Copy what the last forward pass computed, all of its pieces in order."""
+        if all(piece.recording is None for piece in pieces):
+            return
         # A preempted request is computed anew: what is known already stays as it was.
-        fresh = [max(p.position + p.num_kept - p.recording.num_features, 0) for p in pieces]
+        fresh = [_num_fresh(piece) for piece in pieces]
         ends = [p.row + p.num_kept for p in pieces]
         rows = [torch.arange(end - new, end) for end, new in zip(ends, fresh, strict=True)]
         features = self._target.tapped(self._layer_ids, torch.cat(rows))
         for piece, part in zip(pieces, features.split(fresh), strict=True):  # type: ignore[no-untyped-call]
             recording = piece.recording
+            if recording is None:
+                continue
             assert recording.num_features >= piece.position, "a gap in the features"
             begin, recording.num_features = recording.num_features, piece.position + piece.num_kept
             recording.num_features = max(begin, recording.num_features)
@@ -101,9 +112,11 @@ class Capture:
     def _record_hidden(self, pieces: Sequence[Piece]) -> None:
         hidden, row = self._target.head_input(), 0
         for piece in pieces:
-            recording, begin = piece.recording, piece.recording.num_hidden
-            recording.num_hidden = begin + piece.num_chosen
-            recording.last_hidden[begin : recording.num_hidden] = hidden[row:][: piece.num_chosen]
+            recording = piece.recording
+            if recording is not None:
+                begin = recording.num_hidden
+                recording.num_hidden = end = begin + piece.num_chosen
+                recording.last_hidden[begin:end] = hidden[row:][: piece.num_chosen]
             row += piece.num_choices
 
     def finish(self, recording: Recording, request: Request, token_ids: Sequence[int]) -> None:
@@ -123,3 +136,10 @@ class Capture:
                 first_hidden=len(request.token_ids) - 1,
             )
         )
+
+
+def _num_fresh(piece: Piece) -> int:
+    """Tokens that stay and are not recorded yet."""
+    if piece.recording is None:
+        return 0
+    return max(piece.position + piece.num_kept - piece.recording.num_features, 0)

@@ -88,10 +88,15 @@ class Decoder:
         """The model."""
         return self._target
 
-    def capture(self, layer_ids: tuple[int, ...], emit: Callable[[Trajectory], None]) -> None:
-        """From now on hand the states of every finished request to `emit`; see `Capture`."""
+    def capture(
+        self,
+        layer_ids: tuple[int, ...],
+        emit: Callable[[Trajectory], None],
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """From now on hand the states of finished requests to `emit`; see `Capture`."""
         assert not self._entries, "requests are on their way already"
-        self._capture = Capture(self._target, layer_ids, emit)
+        self._capture = Capture(self._target, layer_ids, emit, wanted)
 
     def follow(self, newest: Callable[[], DrafterWeights | None]) -> None:
         """From now on draft with the weights that `newest` gives, where it gives some.
@@ -157,7 +162,7 @@ class Decoder:
             return
         self._entries[sequence] = entry
         self._scheduler.add(sequence)
-        if self._capture is not None:
+        if self._capture is not None and self._capture.wanted():
             entry.recording = self._capture.begin(len(prompt), limit)
 
     def _misfit(self, limit: int, sequence: ScheduledSequence) -> RowError | None:

@@ -78,7 +78,6 @@ def piece_of(item: Item, row: int, position: int) -> Piece:
         position: that token's.
     """
     entry, num_known = item.entry, item.scheduled.num_known
-    assert entry.recording is not None
     count = item.scheduled.sequence.computed - position
     num_chosen = count - num_known + 1 if item.num_choices and count else 0
     return Piece(entry.recording, row, position, count, item.num_choices, num_chosen)
