@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -43,12 +44,13 @@ def capturing(
     layers: tuple[int, ...] = LAYERS,
     kv_tokens: int = 16384,
     ends: frozenset[int] = frozenset(),
+    wanted: Callable[[], bool] = lambda: True,
     **options: Any,
 ) -> tuple[Decoder, dict[RowKey, Trajectory], dict[RowKey, Completion]]:
     build = None if drafter is None else lambda num_pages: drafter
     decoder = Decoder(target, drafter=build, kv_tokens=kv_tokens, end_token_ids=ends, **options)
     found: list[Trajectory] = []
-    decoder.capture(layers, found.append)
+    decoder.capture(layers, found.append, wanted)
     for request in requests:
         decoder.add(request)
     finished: list[Completion] = []
@@ -104,6 +106,18 @@ def test_states_are_those_of_a_plain_pass(
     assert (decoder.num_preemptions > 0) == ("kv_tokens" in settings)
     assert texts(done) == known
     check(tiny_model("llama"), found, done)
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_only_what_is_wanted_is_recorded(llama: Target, settings: dict[str, Any]) -> None:
+    """Rows that are and rows that are not, side by side in every step."""
+    requests = as_requests(random_prompts(9), GREEDY)
+    known, turns = texts(decode(llama, requests)), itertools.cycle((True, False, False))
+    drafter = guessing(requests, known)
+    _, found, done = capturing(llama, requests, drafter, wanted=lambda: next(turns), **settings)
+    assert texts(done) == known
+    assert [key.row for key in sorted(found)] == [0, 3, 6]
+    check(tiny_model("llama"), found, {key: done[key] for key in found})
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

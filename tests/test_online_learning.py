@@ -207,12 +207,16 @@ def test_learning_that_does_not_pay_stops_and_says_so_once(
         learner.between_steps(Outlook(100, 0.001))
     assert len(lines) == 1
     assert lines[0].startswith("learning has stopped: ")
+    assert not learner.wants_texts
     # One piece at most was done to learn what a piece takes.
     assert trainer.counters.updates <= 1
+    wanted = []
     for tau in (2.0, 1.2):
         for _ in range(40):
             learner.observe(
                 SpeculationCounts(steps=10, drafting=10, accepted=round(10 * (tau - 1)))
             )
+        wanted.append(learner.wants_texts)
         learner.between_steps(Outlook(100, 0.001))
+    assert wanted == [False, True], "not before acceptance fell"
     assert len(lines) == 1, "what is left is still too little"
