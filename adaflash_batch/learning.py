@@ -242,7 +242,7 @@ class _Pace:
 
     def __init__(self, decoder: Decoder, longest: int) -> None:
         self._decoder, self._longest = decoder, longest
-        self._seconds = self._tokens = 0.0
+        self._seconds = self._whole = self._tokens = 0.0
         self._finished = self._finished_tokens = 0
         self._before = self._counts()
 
@@ -259,6 +259,7 @@ class _Pace:
         # Drafts shorten what is not prefill.
         share = 1.0 - prefilled / passed if passed else 0.0
         self._seconds = self._seconds * keep + seconds * share
+        self._whole = self._whole * keep + seconds
         self._tokens = self._tokens * keep + generated
         self._finished += len(completions)
         self._finished_tokens += sum(len(each.token_ids) for each in completions)
@@ -278,4 +279,5 @@ class _Pace:
             seconds_per_token=pace,
             tau=1.0 if gate is None else gate.emitted,
             step_price=None if gate is None else gate.price,
+            share=self._seconds / self._whole if self._whole > 0.0 else 1.0,
         )

@@ -21,6 +21,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -72,15 +73,23 @@ class Job:
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment
         )
+        self._out, self._ended = "", self.began
+        # Its end is to be seen when it comes, whichever job is waited for.
+        self._waiting = threading.Thread(target=self._wait)
+        self._waiting.start()
+
+    def _wait(self) -> None:
+        self._out, _ = self._process.communicate()
+        self._ended = time.time()
 
     def finish(self) -> dict[str, Any]:
         """Wait for its end; what it took, its summary and its parts in the order of commit."""
-        out, _ = self._process.communicate()
-        seconds = time.time() - self.began
+        self._waiting.join()
+        seconds = self._ended - self.began
         self._log.close()
         if self._process.returncode != 0:
             raise SystemExit(f"{self.folder} failed: see {self._log.name}")
-        summary = json.loads(out.splitlines()[-1])
+        summary = json.loads(self._out.splitlines()[-1])
         parts = [asdict(part) for part in self._parts()]
         return {"seconds": round(seconds, 1), "summary": summary, "parts": parts}
 

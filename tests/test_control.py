@@ -296,7 +296,7 @@ def test_what_learning_brings_is_spent_again() -> None:
     control.balance.gained = 1.25
     assert decide_ahead(control, 20.0, ahead) == "learn", "250 s are saved ahead"
     control.balance.spent = 185.0
-    assert decide_ahead(control, 200.0, ahead) == "wait", "half of that is trusted"
+    assert decide_ahead(control, 200.0, ahead) == "wait", "a part of that is trusted"
 
 
 def decide_ahead(control: LearningControl, now: float, ahead: Outlook) -> str:
@@ -329,3 +329,5 @@ def test_the_balance_knows_what_was_brought() -> None:
     assert balance.decoded == 20.0
     assert math.isclose(balance.brought, 10.0), "they would have taken 30"
     assert math.isclose(balance.debt(ahead, trust=0.5), 5.0 - 10.0 - 25.0)
+    balance.pass_time(45.0, Outlook(100.0, 1.0, share=0.5))
+    assert math.isclose(balance.brought, 15.0), "half of these 20 s was prefill"

@@ -100,6 +100,7 @@ def test_the_pace_leaves_prefill_out() -> None:
         counters.target.num_forward_tokens += 200
         pace.note([], 4.0)
     assert pace.outlook(5).seconds_per_token == pytest.approx(0.03)
+    assert pace.outlook(5).share == pytest.approx(0.75)
     counters.num_prefilled += 500
     counters.target.num_forward_tokens += 500
     pace.note([], 60.0)

@@ -16,12 +16,14 @@ class Outlook:
         tau: tokens that a request's step with drafts emits.
         step_price: what a step with drafts takes of one without; None where that is not known.
             While `tau` is below it nothing is drafted.
+        share: of the time of decoding that is not prefill, which no drafts shorten.
     """
 
     tokens: float
     seconds_per_token: float
     tau: float = 1.0
     step_price: float | None = None
+    share: float = 1.0
 
     @property
     def seconds(self) -> float:
@@ -69,7 +71,7 @@ class Balance:
         if self._then is not None:
             decoded = max(now - self._then - (self.spent - self._spent_then), 0.0)
             self.decoded += decoded
-            self.brought += decoded * ahead.spared(self.gained)
+            self.brought += decoded * ahead.share * ahead.spared(self.gained)
         self._then, self._spent_then = now, self.spent
 
     def debt(self, ahead: Outlook, trust: float) -> float:

@@ -114,7 +114,7 @@ class Rules:
     most_saved: float = 5.0
     risk: float = 0.03
     least_risked: float = 2.0
-    trust: float = 0.5
+    trust: float = 0.3
     hope: float = 2.0
     only_if_it_pays: bool = True
     first_gain: float = 0.1
