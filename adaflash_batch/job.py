@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adaflash_batch import models
+from adaflash_batch import model_files, models
 from adaflash_batch.drafter.store import versions_of
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.report.live import Progress, Reporter
@@ -110,7 +110,7 @@ def _text_facts(
         **facts,
         "inputs": {info.shard.name: info.digest for info in infos},
         "content": {"column": content.name, "kind": content.kind},
-        "model": models.model_identity(model),
+        "model": model_files.model_identity(model),
     }
 
 
@@ -136,7 +136,7 @@ class _Run:
         self._reporter = reporter
         self._own_store = own_store
         self._committed_version = committed_version
-        self._defaults = models.generation_defaults(model)
+        self._defaults = model_files.generation_defaults(model)
         self._sampling = spec.sampling.over(default_sampling(self._defaults))
         self._chunks = OpenChunks(spec.output.chunk_rows, self._commit)
         self._codec: TextCodec
@@ -205,7 +205,7 @@ class _Run:
             versions=self._versions(),
             version=self._committed_version,
             takes_in=spec.speculation.drafter_store is not None,
-            tokenizer_digest=models.tokenizer_digest(model),
+            tokenizer_digest=model_files.tokenizer_digest(model),
             width=spec.speculation.width,
             only_if_it_pays=spec.speculation.when == "pays",
             concurrency=engine.concurrency,
@@ -259,7 +259,7 @@ class _Run:
         if store is None:
             return None if speculation.drafter is None else self._own_store
         name = self._spec.model.name
-        identity, digest = models.model_identity(model), models.tokenizer_digest(model)
+        identity, digest = model_files.model_identity(model), model_files.tokenizer_digest(model)
         return versions_of(Path(store).expanduser(), name, identity, digest)
 
     def _commit(self, chunk: Chunk, rows: Mapping[RowKey, OutputRow]) -> None:

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
-from adaflash_batch import models
+from adaflash_batch import model_files
 from adaflash_batch.adapt.evaluate import Acceptance, evaluate
 from adaflash_batch.adapt.losses import Head, Objective
 from adaflash_batch.adapt.optimise import DrafterTrainer
@@ -166,7 +166,7 @@ class Stream:
 
 def target_table(model: Path) -> Tensor:
     """The embedding of a target whose lm_head is the same matrix."""
-    for path in models.weight_files(model):
+    for path in model_files.weight_files(model):
         with safe_open(path, framework="pt") as file:
             if "model.embed_tokens.weight" in file.keys():  # noqa: SIM118
                 table: Tensor = file.get_tensor("model.embed_tokens.weight")

@@ -22,7 +22,7 @@ LAYERS: list[set[str]] = [
         *("errors", "durable", "stats", "request", "spec", "spec_sections", "spec_sources"),
         "exchange",
         "sampling_defaults",
-        *("text", "detokenise", "special_tokens", "models", "gguf"),
+        *("text", "detokenise", "special_tokens", "models", "model_files", "gguf"),
     },
 ]
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adaflash_batch import gguf, models
+from adaflash_batch import gguf, model_files, models
 from adaflash_batch.errors import ConfigError
 
 HIDDEN, HEADS, KV_HEADS, LAYERS, INNER = 16, 4, 2, 2, 24
@@ -326,13 +326,13 @@ def test_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_identity_changes_with_whatever_changes_text(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m", first=torch.zeros(9000), second=torch.zeros(3, 1000))
-    before = models.model_identity(folder)
-    assert models.model_identity(folder) == before
+    before = model_files.model_identity(folder)
+    assert model_files.model_identity(folder) == before
 
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("x")
     (folder / "generation_config.json").write_text("{}")
-    more = models.model_identity(folder)
+    more = model_files.model_identity(folder)
     assert more.keys() - before.keys() == {
         "tokenizer.json",
         "chat_template.jinja",
@@ -340,10 +340,10 @@ def test_identity_changes_with_whatever_changes_text(tmp_path: Path) -> None:
     }
     tensors = {"first": torch.zeros(9000), "second": torch.full((3, 1000), 1e-3)}
     save_file(tensors, folder / "model.safetensors")
-    after = models.model_identity(folder)
+    after = model_files.model_identity(folder)
     assert [name for name in after if after[name] != more[name]] == ["weights"]
     save_file({"first": torch.zeros(9000)}, folder / "model.safetensors")
-    assert models.model_identity(folder)["weights"] != after["weights"]
+    assert model_files.model_identity(folder)["weights"] != after["weights"]
 
 
 def test_file_that_only_claims_to_be_safetensors_is_refused(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_file_that_only_claims_to_be_safetensors_is_refused(tmp_path: Path) -> N
     for content in (b"", b"\xff" * 8, b"\x02\x00\x00\x00\x00\x00\x00\x00[]"):
         (folder / "model.safetensors").write_bytes(content)
         with pytest.raises(ConfigError, match="is not a safetensors file"):
-            models.model_identity(folder)
+            model_files.model_identity(folder)
 
 
 @pytest.mark.parametrize(
@@ -378,16 +378,16 @@ def test_generation_defaults(
 ) -> None:
     folder = model_folder(tmp_path / "m")
     (folder / "generation_config.json").write_text(json.dumps(given))
-    assert models.generation_defaults(folder) == expected
+    assert model_files.generation_defaults(folder) == expected
 
 
 def test_generation_defaults_without_the_file(tmp_path: Path) -> None:
     expected = {"temperature": 0.0, "eos_token_id": [7, 8]}
-    assert models.generation_defaults(model_folder(tmp_path / "m")) == expected
+    assert model_files.generation_defaults(model_folder(tmp_path / "m")) == expected
 
 
 def test_broken_generation_config_is_named(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"generation_config\.json is not JSON"):
-        models.generation_defaults(folder)
+        model_files.generation_defaults(folder)

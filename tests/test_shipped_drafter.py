@@ -13,7 +13,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from adaflash_batch import models
+from adaflash_batch import model_files, models
 from adaflash_batch.drafter import checkpoint
 from adaflash_batch.drafter.vocabulary import load_vocabulary
 
@@ -47,7 +47,7 @@ def test_it_was_made_for_the_demo_model() -> None:
     own = checkpoint.inspect(FOLDER).own
     model = models.locate(models.DEFAULT_MODEL, notify=print)
     assert own["target"] == models.DEFAULT_MODEL
-    assert own["tokenizer_sha256"] == models.tokenizer_digest(model)
+    assert own["tokenizer_sha256"] == model_files.tokenizer_digest(model)
 
 
 def test_the_demo_runs_with_it() -> None:

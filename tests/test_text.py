@@ -19,7 +19,7 @@ from tokenizers import (
 )
 from tokenizers import models as tokenizer_models
 
-from adaflash_batch import models
+from adaflash_batch import model_files, models
 from adaflash_batch.detokenise import Detokeniser, StopStrings
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.request import Message, Prompt, RowError, Sampling
@@ -371,7 +371,7 @@ def test_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
 def test_end_tokens_are_those_of_both_files(demo: Path) -> None:
     codec = load(demo)
     assert codec.end_token_ids({"eos_token_id": [7, 8]}) == {2, 7, 8}
-    assert codec.end_token_ids(models.generation_defaults(demo)) == {2}
+    assert codec.end_token_ids(model_files.generation_defaults(demo)) == {2}
     assert codec.tokenizer_vocab_size == 49152
 
 

@@ -56,8 +56,8 @@ def versions_of(
     Args:
         store: the folder for all models, there or not.
         name: what the user calls the model.
-        identity: `models.model_identity`; its `weights` count.
-        tokenizer_digest: `models.tokenizer_digest`.
+        identity: `model_files.model_identity`; its `weights` count.
+        tokenizer_digest: `model_files.tokenizer_digest`.
     """
     store = Path(store)
     facts = {"weights": identity["weights"], "tokenizer_sha256": tokenizer_digest}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.nn.functional as F
 
-from adaflash_batch import models
+from adaflash_batch import model_files, models
 from adaflash_batch.adapt.evaluate import Acceptance, evaluate
 from adaflash_batch.drafter.vocabulary import load_vocabulary
 from adaflash_batch.engine.assembly import DecoderPlan, load_net
@@ -107,7 +107,7 @@ def _decoder_plan(plan: EvaluationPlan, model: Path) -> DecoderPlan:
         name=plan.model,
         dtype=plan.dtype,
         drafter=plan.folder,
-        tokenizer_digest=models.tokenizer_digest(model),
+        tokenizer_digest=model_files.tokenizer_digest(model),
         concurrency=plan.concurrency,
         # Room for every block whole: a smaller width would be measured otherwise.
         token_budget=max(1024, 64 * plan.concurrency),

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from adaflash_batch import models
+from adaflash_batch import model_files
 from adaflash_batch.adapt.new_drafter import (
     build_config,
     copy_target_layers,
@@ -41,7 +41,7 @@ def load_target(
     decoder = build_decoder(plan, notify=notify)
     codec = TextCodec.load(plan.folder, context=decoder.context)
     codec.check_content(files.content.kind)
-    ends = codec.end_token_ids(models.generation_defaults(plan.folder))
+    ends = codec.end_token_ids(model_files.generation_defaults(plan.folder))
     decoder.end_token_ids = frozenset(token for token in ends if token < decoder.vocab_size)
     return decoder, codec
 
@@ -111,7 +111,7 @@ def new_net(
     if plan.begin_from is not None:
         shape = shape_like(parts.config)
         sizes = shape["vocab_size"], shape["hidden_size"], shape["num_target_layers"]
-        digest = models.tokenizer_digest(model)
+        digest = model_files.tokenizer_digest(model)
         return begun_net(plan, plan.begin_from, TargetFacts(*sizes, plan.model, digest))
     config = drafter_config(plan, parts)
     net = initialise(config, torch.Generator().manual_seed(plan.seed))
@@ -123,7 +123,7 @@ def new_net(
 
 def _reader(model: Path) -> Callable[[str], Tensor | None]:
     def read(ending: str) -> Tensor | None:
-        for path in models.weight_files(model):
+        for path in model_files.weight_files(model):
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118
                     if f".{name}".endswith(f".{ending}"):

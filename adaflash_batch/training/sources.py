@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from adaflash_batch import models
+from adaflash_batch import model_files, models
 from adaflash_batch.training.beginning import origin_of
 from adaflash_batch.training.claims import StoreSettings, settings_of
 from adaflash_batch.training.parts import count_layers, tapped_layers
@@ -48,7 +48,7 @@ class Sources:
         )
         model = models.locate(plan.model, notify=notify)
         num_layers = count_layers(model, plan.model)
-        digests: dict[str, object] = {"model": models.model_identity(model)}
+        digests: dict[str, object] = {"model": model_files.model_identity(model)}
         digests["prompts"] = files.digests()
         layers = tapped_layers(plan, num_layers)
         return Sources(plan, files, model, num_layers, layers, digests, origin)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
-from adaflash_batch import models
+from adaflash_batch import model_files
 from adaflash_batch.adapt.trajectory_store import StoredTrajectory, Taps, TrajectoryStore
 from adaflash_batch.durable import locked
 from adaflash_batch.engine.assembly import DecoderPlan
@@ -145,7 +145,7 @@ class Texts:
             layers=self._settings.layers,
             max_new_tokens=plan.max_new_tokens,
             sampled_share=plan.sampled_share,
-            sampled=sampled_sampling(models.generation_defaults(self._model)),
+            sampled=sampled_sampling(model_files.generation_defaults(self._model)),
             seed=plan.seed,
             concurrency=self._settings.concurrency,
             report=self._report,

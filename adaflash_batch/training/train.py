@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from adaflash_batch import models
+from adaflash_batch import model_files
 from adaflash_batch.adapt.losses import Head, LossKind, Objective
 from adaflash_batch.adapt.new_drafter import frequent_tokens
 from adaflash_batch.adapt.optimise import DrafterTrainer
@@ -71,7 +71,7 @@ class _Training:
         self._plan, self._command, self._notify = sources.plan, command, notify
         self._facts, self._origin = sources.facts(settings), sources.origin
         self._ticker = Ticker(notify)
-        self._digest = models.tokenizer_digest(sources.model)
+        self._digest = model_files.tokenizer_digest(sources.model)
         self._texts = Texts(sources, settings, self._ticker, notify)
         self._parts = self._texts.parts
         self._net = new_net(sources.plan, self._parts, sources.model, notify)
