@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from adaflash_batch.request import RowKey
@@ -41,11 +41,27 @@ class Trajectory:
     last_hidden: Tensor | None
     first_hidden: int
 
+    def alone(self) -> Trajectory:
+        """The same to be sent: see `alone`."""
+        hidden = self.last_hidden
+        return replace(
+            self,
+            token_ids=alone(self.token_ids),
+            features=alone(self.features),
+            last_hidden=None if hidden is None else alone(hidden),
+        )
+
     @property
     def num_bytes(self) -> int:
         """Memory of its tensors."""
         tensors = (self.token_ids, self.features, self.last_hidden)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def alone(tensor: Tensor) -> Tensor:
+    """On the CPU and a view of nothing larger, which would be sent as a whole."""
+    tensor = tensor.detach().to("cpu")
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 class NewestTrajectories:

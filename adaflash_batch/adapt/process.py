@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from adaflash_batch.adapt.balance import Outlook
+from adaflash_batch.adapt.messages import receive
 from adaflash_batch.adapt.publishing import TrainerCounters
 from adaflash_batch.adapt.recipe import TrainerRecipe
 from adaflash_batch.adapt.thread import NewsMailbox
@@ -31,7 +32,6 @@ from adaflash_batch.adapt.wire import (
     Progress,
     Published,
     Told,
-    receive,
     send,
 )
 from adaflash_batch.drafter.versions import VersionStore

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from adaflash_batch.adapt.rank_process import Failure, Place, RankSetup, pack, receive, run_rank
+from adaflash_batch.adapt.messages import pack, receive
+from adaflash_batch.adapt.rank_process import Failure, Place, RankSetup, run_rank
 from adaflash_batch.errors import AdaflashError
 
 # Seconds that the other ranks have to say what they saw, once one has failed.

@@ -1,12 +1,7 @@
-"""The process of a trainer rank, and the pipe by which it is told what to do.
-
-What passes through the pipe is bytes: torch's own way of handing tensors to processes would put
-them into shared memory, of which containers have little.
-"""
+"""The process of a trainer rank, and the pipe by which it is told what to do."""
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import signal
@@ -23,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from adaflash_batch.adapt.batch_loss import BatchLoss
+from adaflash_batch.adapt.messages import pack, receive
 from adaflash_batch.drafter.model import DFlash
 
 
@@ -68,19 +64,6 @@ class Failure:
 
     reason: str
     trace: str
-
-
-def pack(message: object) -> memoryview:
-    """A message as bytes."""
-    buffer = io.BytesIO()
-    torch.save(message, buffer)
-    return buffer.getbuffer()
-
-
-def receive(pipe: Connection) -> Any:
-    """The next message; EOFError or OSError where the other side is gone."""
-    # Whatever is in it comes from a process of our own.
-    return torch.load(io.BytesIO(pipe.recv_bytes()), map_location="cpu", weights_only=False)
 
 
 def run_rank(pipe: Connection, place: Place) -> None:

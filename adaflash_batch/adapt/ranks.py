@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -26,7 +26,7 @@ from adaflash_batch.adapt.rank_group import RankGroup
 from adaflash_batch.adapt.rank_process import RankSetup
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.errors import ConfigError
-from adaflash_batch.exchange import Trajectory
+from adaflash_batch.exchange import Trajectory, alone
 
 _CPU = torch.device("cpu")
 _KINDS = ("weight", "step", "exp_avg", "exp_avg_sq")
@@ -112,7 +112,7 @@ class RankedTrainer:
         anchors = pick_anchors(trajectories, self._anchors, generator)
         if not any(len(each) for each in anchors):
             return Update(0.0, 0.0, 0.0, 0, True)
-        sent = [_to_send(each) for each in trajectories]
+        sent = [each.alone() for each in trajectories]
         shares = [slice(rank, None, len(self._group)) for rank in range(len(self._group))]
         self._is_current = False
         arguments = [(sent[share], anchors[share], rate) for share in shares]
@@ -122,7 +122,7 @@ class RankedTrainer:
     def pull(self, weights: Mapping[str, Tensor], share: float) -> None:
         """See DrafterTrainer."""
         self._is_current = False
-        self._group.call("pull", {name: _own(each) for name, each in weights.items()}, share)
+        self._group.call("pull", {name: alone(each) for name, each in weights.items()}, share)
 
     def state(self) -> dict[str, Tensor]:
         """See DrafterTrainer; on the CPU."""
@@ -134,7 +134,7 @@ class RankedTrainer:
         """See DrafterTrainer; of a state that Muon left, the weights are taken."""
         is_muons = any(name.startswith("momentum_buffer.") for name in tensors)
         kinds = _KINDS[:1] if is_muons else _KINDS
-        wanted = {n: _own(each) for n, each in tensors.items() if n.split(".", 1)[0] in kinds}
+        wanted = {n: alone(each) for n, each in tensors.items() if n.split(".", 1)[0] in kinds}
         self._is_current = False
         self._group.call("restore", wanted)
 
@@ -172,19 +172,3 @@ def check_ranks(optimiser: str) -> None:
             "several trainer ranks need DeepSpeed, which is not installed",
             "pip install 'adaflash-batch[deepspeed]'",
         )
-
-
-def _to_send(trajectory: Trajectory) -> Trajectory:
-    last_hidden = trajectory.last_hidden
-    return replace(
-        trajectory,
-        token_ids=_own(trajectory.token_ids),
-        features=_own(trajectory.features),
-        last_hidden=None if last_hidden is None else _own(last_hidden),
-    )
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """On the CPU and a view of nothing larger, which would be sent as a whole."""
-    tensor = tensor.detach().to(_CPU)
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

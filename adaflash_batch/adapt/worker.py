@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from adaflash_batch.adapt.inline import InlineLearning
+from adaflash_batch.adapt.messages import receive
 from adaflash_batch.adapt.thread import NewsMailbox, learn_until_closed
 from adaflash_batch.adapt.wire import (
     Failure,
@@ -25,7 +26,6 @@ from adaflash_batch.adapt.wire import (
     Progress,
     Published,
     Told,
-    receive,
     send,
 )
 from adaflash_batch.drafter.versions import VersionStore
