@@ -37,18 +37,17 @@ class Recording:
 class Piece(NamedTuple):
     """A request's part in a forward pass, of which `num_kept` tokens stay in its text.
 
-    recording: None where its states are not wanted.
     row: the packed row of its first token.
     position: that token's position.
-    num_choices: rows that the lm_head was given, those of its last tokens.
+    choice_row: the first of the rows that the lm_head was given of it.
     num_chosen: how many of these rows, from the first, chose a token of the text or would have.
     """
 
-    recording: Recording | None
+    recording: Recording
     row: int
     position: int
     num_kept: int
-    num_choices: int
+    choice_row: int
     num_chosen: int
 
 
@@ -91,18 +90,16 @@ class Capture:
             return torch.empty(rows, columns, dtype=dtype, device=device)
 
     def record(self, pieces: Sequence[Piece]) -> None:
-        """Copy what the last forward pass computed, all of its pieces in order."""
-        if all(piece.recording is None for piece in pieces):
+        """Copy what the last forward pass computed of these pieces."""
+        if not pieces:
             return
         # A preempted request is computed anew: what is known already stays as it was.
-        fresh = [_num_fresh(piece) for piece in pieces]
+        fresh = [max(p.position + p.num_kept - p.recording.num_features, 0) for p in pieces]
         ends = [p.row + p.num_kept for p in pieces]
         rows = [torch.arange(end - new, end) for end, new in zip(ends, fresh, strict=True)]
         features = self._target.tapped(self._layer_ids, torch.cat(rows))
         for piece, part in zip(pieces, features.split(fresh), strict=True):  # type: ignore[no-untyped-call]
             recording = piece.recording
-            if recording is None:
-                continue
             assert recording.num_features >= piece.position, "a gap in the features"
             begin, recording.num_features = recording.num_features, piece.position + piece.num_kept
             recording.num_features = max(begin, recording.num_features)
@@ -110,14 +107,11 @@ class Capture:
         self._record_hidden(pieces)
 
     def _record_hidden(self, pieces: Sequence[Piece]) -> None:
-        hidden, row = self._target.head_input(), 0
+        hidden = self._target.head_input()
         for piece in pieces:
-            recording = piece.recording
-            if recording is not None:
-                begin = recording.num_hidden
-                recording.num_hidden = end = begin + piece.num_chosen
-                recording.last_hidden[begin:end] = hidden[row:][: piece.num_chosen]
-            row += piece.num_choices
+            recording, begin = piece.recording, piece.recording.num_hidden
+            recording.num_hidden = end = begin + piece.num_chosen
+            recording.last_hidden[begin:end] = hidden[piece.choice_row :][: piece.num_chosen]
 
     def finish(self, recording: Recording, request: Request, token_ids: Sequence[int]) -> None:
         """Hand over a finished request."""
@@ -136,10 +130,3 @@ class Capture:
                 first_hidden=len(request.token_ids) - 1,
             )
         )
-
-
-def _num_fresh(piece: Piece) -> int:
-    """Tokens that stay and are not recorded yet."""
-    if piece.recording is None:
-        return 0
-    return max(piece.position + piece.num_kept - piece.recording.num_features, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -381,8 +382,14 @@ class Decoder:
         """Keep what the target saw, of the texts that end in this step too."""
         if self._capture is None:
             return
-        places = zip(items, packed.start.tolist(), packed.context.tolist(), strict=True)
-        self._capture.record([piece_of(*each) for each in places])
+        choice_rows = accumulate((item.num_choices for item in items[:-1]), initial=0)
+        columns = (items, packed.start.tolist(), packed.context.tolist(), choice_rows)
+        pieces = [
+            piece_of(recording, item, *place)
+            for item, *place in zip(*columns, strict=True)
+            if (recording := item.entry.recording) is not None
+        ]
+        self._capture.record(pieces)
         for item in items:
             entry = item.entry
             if entry.recording is not None and entry.reason in ("stop", "length"):

@@ -70,14 +70,16 @@ class Item:
         return entry.num_generated > 0 and self.scheduled.sequence.is_decoding
 
 
-def piece_of(item: Item, row: int, position: int) -> Piece:
+def piece_of(recording: Recording, item: Item, row: int, position: int, choice_row: int) -> Piece:
     """What stays of a part, once it was committed: `computed` is behind the last such token.
 
     Args:
+        recording: of its request.
         row: the packed row of its first token.
         position: that token's.
+        choice_row: its first row of those that the lm_head was given.
     """
-    entry, num_known = item.entry, item.scheduled.num_known
+    num_known = item.scheduled.num_known
     count = item.scheduled.sequence.computed - position
     num_chosen = count - num_known + 1 if item.num_choices and count else 0
-    return Piece(entry.recording, row, position, count, item.num_choices, num_chosen)
+    return Piece(recording, row, position, count, choice_row, num_chosen)
