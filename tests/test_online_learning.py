@@ -89,6 +89,27 @@ def parts_of(target: Target) -> tuple[Tensor, Tensor]:
     return table, target.head(torch.eye(target.hidden_size)).T.clone()
 
 
+def following(
+    target: Target,
+    serving: DFlash,
+    requests: list[Request],
+    inbox: TrajectoryMailbox,
+    outbox: WeightsMailbox,
+) -> Decoder:
+    """A decoder of these requests, whose trainer is behind the mailboxes."""
+    decoder = Decoder(
+        target,
+        drafter=lambda num_pages: BlockDrafter(serving, target, num_pages),
+        kv_tokens=16384,
+        max_running=8,
+    )
+    decoder.capture(serving.config.target_layer_ids, inbox.put)
+    decoder.follow(outbox.take)
+    for request in requests:
+        decoder.add(request)
+    return decoder
+
+
 def run_learning(
     target: Target, requests: list[Request], config: DrafterConfig, lines: list[str]
 ) -> list[Completion]:
@@ -97,16 +118,7 @@ def run_learning(
     serving = initialise(config, torch.Generator().manual_seed(0)).requires_grad_(False).fuse()
     clock = Clock()
     learner, _, inbox, outbox = learning(net, *parts_of(target), lines.append, clock)
-    decoder = Decoder(
-        target,
-        drafter=lambda num_pages: BlockDrafter(serving, target, num_pages),
-        kv_tokens=16384,
-        max_running=8,
-    )
-    decoder.capture(config.target_layer_ids, inbox.put)
-    decoder.follow(outbox.take)
-    for request in requests:
-        decoder.add(request)
+    decoder = following(target, serving, requests, inbox, outbox)
     done: list[Completion] = []
     while decoder.has_work:
         finished = decoder.step()

@@ -26,7 +26,7 @@ from folders import (
 )
 from nets import TINY
 from test_adoption import DSPARK
-from test_online_learning import ALWAYS, parts_of
+from test_online_learning import ALWAYS, following, parts_of
 from tiny import as_requests, decode, random_prompts, texts
 from torch import Tensor
 from trajectories import TABLE, repeating
@@ -43,8 +43,6 @@ from adaflash_batch.drafter.checkpoint import TargetFacts
 from adaflash_batch.drafter.config import DrafterConfig
 from adaflash_batch.drafter.model import DFlash, initialise
 from adaflash_batch.drafter.versions import VersionStore
-from adaflash_batch.engine.decoder import Decoder
-from adaflash_batch.engine.drafting import BlockDrafter
 from adaflash_batch.engine.target import Target
 from adaflash_batch.errors import AdaflashError
 from adaflash_batch.exchange import DrafterWeights, TrajectoryMailbox, WeightsMailbox
@@ -233,16 +231,7 @@ def decode_beside(
     recipe = bench.recipe
     serving = checkpoint.load(recipe.folder, recipe.facts, dtype=torch.float32)
     serving.requires_grad_(False).fuse()
-    decoder = Decoder(
-        target,
-        drafter=lambda num_pages: BlockDrafter(serving, target, num_pages),
-        kv_tokens=16384,
-        max_running=8,
-    )
-    decoder.capture(serving.config.target_layer_ids, bench.inbox.put)
-    decoder.follow(bench.outbox.take)
-    for request in requests:
-        decoder.add(request)
+    decoder = following(target, serving, requests, bench.inbox, bench.outbox)
     done: list[Completion] = []
     while decoder.has_work:
         finished = decoder.step()

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -19,11 +18,10 @@ from typing import Any
 
 import torch
 
-from adaflash_batch.adapt.balance import Outlook
 from adaflash_batch.adapt.messages import receive
 from adaflash_batch.adapt.publishing import TrainerCounters
 from adaflash_batch.adapt.recipe import TrainerRecipe
-from adaflash_batch.adapt.thread import NewsMailbox
+from adaflash_batch.adapt.thread import BesideDecoding
 from adaflash_batch.adapt.wire import (
     End,
     Failure,
@@ -37,13 +35,12 @@ from adaflash_batch.adapt.wire import (
 from adaflash_batch.drafter.versions import VersionStore
 from adaflash_batch.errors import AdaflashError
 from adaflash_batch.exchange import DrafterWeights, TrajectoryMailbox, WeightsMailbox
-from adaflash_batch.stats import SpeculationCounts
 
 # Seconds that a process has to finish the piece that it is at.
 _PATIENCE_S = 5.0
 
 
-class ProcessLearning:
+class ProcessLearning(BesideDecoding):
     """Runs a trainer in a process; see Placement.
 
     Args:
@@ -68,11 +65,10 @@ class ProcessLearning:
         notify: Callable[[str], None],
         threads: int,
     ) -> None:
+        super().__init__(notify)
         self._recipe, self._store, self._inbox, self._outbox = recipe, store, inbox, outbox
-        self._notify, self._order = notify, Order(recipe, str(store.folder.absolute()), threads)
+        self._order = Order(recipe, str(store.folder.absolute()), threads)
         self._progress = Progress(0.0, TrainerCounters(), 0)
-        self._news, self._lines = NewsMailbox(), deque[str]()
-        self._failure: str | None = None
         self._is_closed = False
         self._connection, self._process = _start(threads)
         self.pid = self._process.pid
@@ -95,23 +91,6 @@ class ProcessLearning:
     def num_dropped(self) -> int:
         """See Placement."""
         return self._inbox.num_dropped + self._progress.num_dropped
-
-    @property
-    def wants_texts(self) -> bool:
-        """See Placement; what the control over there thinks is not asked."""
-        return True
-
-    def observe(self, counts: SpeculationCounts) -> None:
-        """See Placement."""
-        self._news.observe(counts)
-
-    def between_steps(self, ahead: Outlook) -> None:
-        """See Placement."""
-        self._tell()
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise AdaflashError(failure)
-        self._news.put(ahead)
 
     def close(self) -> None:
         """See Placement."""
@@ -163,7 +142,7 @@ class ProcessLearning:
             case Published(version):
                 self._adopt(version)
             case Failure(text):
-                self._failure = text
+                self._failure = AdaflashError(text)
             case _:
                 raise AssertionError(message)
 
@@ -175,10 +154,6 @@ class ProcessLearning:
             return
         tensors = {name: each.detach() for name, each in net.named_parameters()}
         self._outbox.put(DrafterWeights(version, tensors))
-
-    def _tell(self) -> None:
-        while self._lines:
-            self._notify(self._lines.popleft())
 
 
 def _start(threads: int) -> tuple[Connection[Any, Any], subprocess.Popen[bytes]]:

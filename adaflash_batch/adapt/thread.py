@@ -84,7 +84,41 @@ def learn_until_closed(
             after_piece()
 
 
-class ThreadLearning:
+class BesideDecoding:
+    """What a trainer beside the decoder's thread hears and says; see Placement.
+
+    Args:
+        notify: takes lines for people, in the decoder's thread only.
+    """
+
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify = notify
+        self._news, self._lines = NewsMailbox(), deque[str]()
+        self._failure: BaseException | None = None
+
+    @property
+    def wants_texts(self) -> bool:
+        """See Placement; what the control over there thinks is not asked."""
+        return True
+
+    def observe(self, counts: SpeculationCounts) -> None:
+        """See Placement."""
+        self._news.observe(counts)
+
+    def between_steps(self, ahead: Outlook) -> None:
+        """See Placement. Whatever ended the trainer is raised here, once."""
+        self._tell()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        self._news.put(ahead)
+
+    def _tell(self) -> None:
+        while self._lines:
+            self._notify(self._lines.popleft())
+
+
+class ThreadLearning(BesideDecoding):
     """Runs a trainer in a thread; see Placement.
 
     Args:
@@ -100,11 +134,9 @@ class ThreadLearning:
         notify: Callable[[str], None],
         threads: int,
     ) -> None:
-        self._notify, self._threads = notify, threads
-        self._lines: deque[str] = deque()
+        super().__init__(notify)
+        self._threads = threads
         self._learner = build(self._lines.append)
-        self._news = NewsMailbox()
-        self._failure: BaseException | None = None
         # As a daemon it cannot keep a job alive that ended by an error.
         self._thread = threading.Thread(target=self._run, name="adaflash trainer", daemon=True)
         self._thread.start()
@@ -124,23 +156,6 @@ class ThreadLearning:
         """See Placement."""
         return self._learner.num_dropped
 
-    @property
-    def wants_texts(self) -> bool:
-        """See Placement; what the control over there thinks is not asked."""
-        return True
-
-    def observe(self, counts: SpeculationCounts) -> None:
-        """See Placement."""
-        self._news.observe(counts)
-
-    def between_steps(self, ahead: Outlook) -> None:
-        """See Placement. Whatever the thread raised is raised here."""
-        self._tell()
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
-        self._news.put(ahead)
-
     def close(self) -> None:
         """See Placement."""
         self._news.close()
@@ -154,7 +169,3 @@ class ThreadLearning:
             learn_until_closed(self._learner, self._news, lambda: None)
         except Exception as error:
             self._failure = error
-
-    def _tell(self) -> None:
-        while self._lines:
-            self._notify(self._lines.popleft())
