@@ -27,7 +27,7 @@ from adaflash_batch.shards.recovery import committed
 from adaflash_batch.shards.schema import OutputRow, output_schema
 from adaflash_batch.shards.writer import prepare_output
 from adaflash_batch.spec import JobSpec
-from adaflash_batch.summary import Learnt, RunFigures, Summary, summarise
+from adaflash_batch.summary import LearningFigures, RunFigures, Summary, summarise
 from adaflash_batch.text import Encoded, TextCodec
 
 if TYPE_CHECKING:
@@ -185,8 +185,8 @@ class _Run:
         figures.drafter_version = decoder.drafter_version
         if learning is not None:
             counters = learning.counters
-            figures.learnt = Learnt(
-                learning.seconds, counters.rounds, counters.updates, counters.published
+            figures.learning = LearningFigures(
+                learning.seconds, counters.updates, counters.published
             )
 
     def _load(self) -> None:
@@ -195,14 +195,14 @@ class _Run:
 
         spec, model = self._spec, self._model
         self._reporter.note(f"loading {spec.model.name}")
-        drafter, engine = spec.speculation.drafter, spec.engine
+        drafter, versions, engine = spec.speculation.drafter, self._versions(), spec.engine
         plan = DecoderPlan(
             folder=model,
             name=spec.model.name,
             dtype=spec.model.dtype,
             trust_remote_code=spec.model.trust_remote_code,
             drafter=None if drafter is None else Path(drafter).expanduser(),
-            versions=self._versions(),
+            versions=versions,
             version=self._committed_version,
             takes_in=spec.speculation.drafter_store is not None,
             tokenizer_digest=model_files.tokenizer_digest(model),
@@ -233,11 +233,10 @@ class _Run:
         check_token_ids(self._sampling, decoder.vocab_size)
         self._decoder = decoder
         self._origin = assembly.origin
-        self._begin_learning(assembly)
+        self._begin_learning(assembly, versions)
 
-    def _begin_learning(self, assembly: Assembly) -> None:
-        adapt, versions = self._spec.adapt, self._versions()
-        if assembly.origin is None or adapt.when == "off":
+    def _begin_learning(self, assembly: Assembly, versions: Path | None) -> None:
+        if assembly.origin is None or self._spec.adapt.when == "off":
             return
         if versions is None:
             self._reporter.note(

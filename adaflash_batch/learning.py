@@ -220,9 +220,7 @@ def _head(target: Target, origin: Origin) -> Head:
     if token_ids is None:
         return Head(head_weight(target))
     token_ids = token_ids.to(target.device)
-    row_of_token = torch.full((target.vocab_size,), -1, dtype=torch.int64, device=target.device)
-    row_of_token[token_ids] = torch.arange(len(token_ids), device=target.device)
-    return Head(head_weight(target, token_ids), row_of_token, token_ids)
+    return Head.of_rows(head_weight(target, token_ids), token_ids, target.vocab_size)
 
 
 def _compute(target: Target) -> torch.dtype:

@@ -8,9 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from adaflash_batch.models import DEFAULT_MODEL
 from adaflash_batch.request import Sampling
-
-DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 _BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

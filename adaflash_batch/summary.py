@@ -29,16 +29,15 @@ class Summary:
 
 
 @dataclass(slots=True)
-class Learnt:
+class LearningFigures:
     """What learning came to in this run.
 
     Attributes:
         seconds: that it took, of `decode_s` or beside it.
-        rounds, updates, published: see TrainerCounters.
+        updates, published: see TrainerCounters.
     """
 
     seconds: float = 0.0
-    rounds: int = 0
     updates: int = 0
     published: int = 0
 
@@ -65,7 +64,7 @@ class RunFigures:
     plain_steps: int = 0
     drafter_version: int | None = None
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
-    learnt: Learnt = field(default_factory=Learnt)
+    learning: LearningFigures = field(default_factory=LearningFigures)
 
 
 def summarise(directory: str, run: RunFigures, output: Output, wall_s: float) -> Summary:
@@ -97,7 +96,7 @@ def summarise(directory: str, run: RunFigures, output: Output, wall_s: float) ->
         "acceptance_rate": _rounded(counts.acceptance_rate),
         "plain_steps": run.plain_steps,
         "drafter_version": run.drafter_version,
-        **_learning(run.learnt),
+        **_learning(run.learning),
         "preemptions": run.num_preemptions,
         "parts_written": output.num_parts,
         "output": directory,
@@ -105,11 +104,11 @@ def summarise(directory: str, run: RunFigures, output: Output, wall_s: float) ->
     return Summary(EXIT_ROW_ERRORS if totals.num_errors else 0, fields)
 
 
-def _learning(learnt: Learnt) -> Mapping[str, object]:
+def _learning(learning: LearningFigures) -> Mapping[str, object]:
     return {
-        "learning_s": round(learnt.seconds, 3),
-        "updates": learnt.updates,
-        "versions_published": learnt.published,
+        "learning_s": round(learning.seconds, 3),
+        "updates": learning.updates,
+        "versions_published": learning.published,
     }
 
 

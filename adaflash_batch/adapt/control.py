@@ -112,16 +112,16 @@ class Rules:
 
     share: float = 0.5
     most_saved: float = 5.0
-    risk: float = 0.03
-    least_risked: float = 2.0
-    trust: float = 0.3
-    hope: float = 2.0
-    only_if_it_pays: bool = True
     first_gain: float = 0.1
     memory: float = 0.7
     fall: float = 0.07
     short: float = 3000.0
     long: float = 30000.0
+    risk: float = 0.03
+    least_risked: float = 2.0
+    trust: float = 0.3
+    hope: float = 2.0
+    only_if_it_pays: bool = True
 
 
 class LearningControl:
@@ -187,11 +187,11 @@ class LearningControl:
 
     def _worth(self, ahead: Outlook, price: float | None) -> Verdict:
         """Whether the round under way, or the next, is worth its price."""
-        fall = self._fall()
-        if not self.is_learning and fall is None:
+        has_fallen = self.has_fallen
+        if not (self.is_learning or has_fallen):
             return Verdict("stop", "learning has stopped")
         # After a fall times have changed: earlier rounds say little about the next one's gain.
-        gain = self.expected_gain if fall is None else self._rules.first_gain
+        gain = self._rules.first_gain if has_fallen else self.expected_gain
         if not ahead.is_drafting:
             gain = max(gain, self._rules.hope)
         saving = ahead.seconds * ahead.saving(gain)
@@ -200,8 +200,10 @@ class LearningControl:
             self._stop()
             return Verdict("stop", f"learning has stopped: {terms}")
         self.is_learning = True
-        if fall is not None:
-            self.expected_gain, terms = gain, f"{fall}: {terms}"
+        if has_fallen:
+            short, long = self._short.value, self._long.value
+            terms = f"τ fell to {short:.2f} from {long:.2f}, learning goes on: {terms}"
+            self.expected_gain = gain
         return self._bearable(ahead, price or 0.0, terms)
 
     def _bearable(self, ahead: Outlook, price: float, terms: str) -> Verdict:
@@ -226,15 +228,8 @@ class LearningControl:
     @property
     def has_fallen(self) -> bool:
         """Whether acceptance fell while learning had stopped."""
-        return self._fall() is not None
-
-    def _fall(self) -> str | None:
-        """That acceptance fell while learning had stopped, in words; None if it did not."""
-        short, long = self._short.value, self._long.value
-        has_fallen = self._is_known and short < long * (1.0 - self._rules.fall)
-        if self.is_learning or not has_fallen:
-            return None
-        return f"τ fell to {short:.2f} from {long:.2f}, learning goes on"
+        lowest = self._long.value * (1.0 - self._rules.fall)
+        return not self.is_learning and self._is_known and self._short.value < lowest
 
     def _stop(self) -> None:
         """From here on a fall is one below what is usual now."""

@@ -94,7 +94,7 @@ class InlineLearning:
             self._notify(report.describe())
 
     def _tell_refused(self) -> None:
-        if not self._has_refused and self.counters.refused:
+        if not self._has_refused and self._trainer.counters.refused > self._began.refused:
             self._has_refused = True
             self._notify(
                 "a text with states that are not finite (NaN or infinity) is not learnt from"

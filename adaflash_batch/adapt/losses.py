@@ -88,10 +88,15 @@ class Head:
     @staticmethod
     def restricted(weight: Tensor, token_ids: Tensor) -> Head:
         """The rows of a whole head [tokens, H] that belong to token_ids [V], all different."""
-        row_of_token = torch.full((len(weight),), -1, dtype=torch.int64, device=weight.device)
+        return Head.of_rows(weight.detach()[token_ids], token_ids, len(weight))
+
+    @staticmethod
+    def of_rows(weight: Tensor, token_ids: Tensor, num_tokens: int) -> Head:
+        """From the rows [V, H] of token_ids [V], all different, of so many tokens."""
+        row_of_token = torch.full((num_tokens,), -1, dtype=torch.int64, device=weight.device)
         row_of_token[token_ids] = torch.arange(len(token_ids), device=weight.device)
         assert int((row_of_token >= 0).sum()) == len(token_ids), "a token occurs twice"
-        return Head(weight.detach()[token_ids], row_of_token, token_ids)
+        return Head(weight, row_of_token, token_ids)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Head:
         """The same on another device, the weight in this dtype."""

@@ -72,9 +72,10 @@ class LearningPlan:
     zero_stage: int = 1
 
     def __post_init__(self) -> None:
-        if self.ranks > 1:
-            check_ranks(self.optimiser)
-        if self.ranks > 1 and self.parameters != "all":
+        if self.ranks == 1:
+            return
+        check_ranks(self.optimiser)
+        if self.parameters != "all":
             raise ConfigError(
                 f"several trainer ranks move all parameters, not {self.parameters!r}",
                 "give --adapt-parameters all or --adapt-ranks 1",

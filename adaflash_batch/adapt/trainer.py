@@ -124,7 +124,7 @@ class OnlineTrainer:
         self._num_seen = 0
         self._round: _Round | None = None
         self._served = self._candidate()
-        self._at_rest = self._snapshot()
+        self._at_rest = self._snapshot(self.counters)
 
     def collect(self) -> None:
         """Take what the mailbox holds; what is not finite would poison every round, and is left."""
@@ -238,7 +238,7 @@ class OnlineTrainer:
     def _publish(self, candidate: dict[str, Tensor], comparison: Comparison) -> None:
         done = self.counters
         counters = replace(done, rounds=done.rounds + 1, published=done.published + 1)
-        state = TrainerState(self._snapshot().tensors, asdict(counters))
+        state = self._snapshot(counters)
         # Where it cannot be published nothing of this is so.
         self.version = self._publisher.publish(candidate, state, comparison)
         self.counters, self._served, self._at_rest = counters, candidate, state
@@ -276,10 +276,10 @@ class OnlineTrainer:
         for name, average in self._average.items():
             average.copy_(tensors.get(_AVERAGE + name, tensors[f"weight.{name}"]))
 
-    def _snapshot(self) -> TrainerState:
+    def _snapshot(self, counters: TrainerCounters) -> TrainerState:
         averages = {_AVERAGE + name: each for name, each in self._average.items()}
         tensors = _copies((self._trainer.state() | averages).items())
-        return TrainerState(tensors, asdict(self.counters))
+        return TrainerState(tensors, asdict(counters))
 
     def state(self) -> TrainerState:
         """Where training stood when the last round ended; a round under way is not in it."""
@@ -292,7 +292,7 @@ class OnlineTrainer:
         self.counters = TrainerCounters(**state.counters)
         self._load(state.tensors)
         self._scorer.forget()
-        self._served, self._at_rest = self._candidate(), self._snapshot()
+        self._served, self._at_rest = self._candidate(), self._snapshot(self.counters)
 
 
 def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -177,8 +177,10 @@ def _choose(plan: DecoderPlan, facts: TargetFacts, notify: Callable[[str], None]
 def _number(store: VersionStore, wanted: int | None, notify: Callable[[str], None]) -> int | None:
     """The version that is wanted or else the current one; None where there is none."""
     current = store.current()
-    if wanted is None or current is None or wanted in store.numbers():
-        return current if wanted is None or current is None else wanted
+    if wanted is None or current is None:
+        return current
+    if wanted in store.numbers():
+        return wanted
     notify(
         f"{store.folder} has no version {wanted} any more, version {current} drafts in its place"
     )
