@@ -141,6 +141,7 @@ class _Run:
         self._chunks = OpenChunks(spec.output.chunk_rows, self._commit)
         self._codec: TextCodec
         self._decoder: Decoder
+        self._assembly: Assembly
         self._origin: Origin | None = None
         self._learning: JobLearning | None = None
         self._end_ids: frozenset[int] = frozenset()
@@ -163,6 +164,7 @@ class _Run:
         finally:
             if self._learning is not None:
                 self._learning.close()
+        self._assembly.keep_costs(self._reporter.note)
         self._close()
         self._reporter.finish(self._progress(), [f"output in {self._spec.output.directory}"])
 
@@ -181,7 +183,8 @@ class _Run:
         figures, decoder, learning = self.figures, self._decoder, self._learning
         figures.decode_s = time.monotonic() - self._began
         figures.num_preemptions = decoder.num_preemptions
-        figures.plain_steps = 0 if decoder.gate is None else decoder.gate.num_closed
+        figures.plain_steps = decoder.speculator.num_plain
+        figures.calibration = decoder.speculator.figures()
         figures.drafter_version = decoder.drafter_version
         if learning is not None:
             counters = learning.counters
@@ -192,10 +195,11 @@ class _Run:
     def _load(self) -> None:
         # Torch comes with the engine: a job with nothing to do never waits for it.
         from adaflash_batch.engine.assembly import DecoderPlan, assemble
+        from adaflash_batch.engine.speculation import Policy
 
-        spec, model = self._spec, self._model
+        spec, speculation, model = self._spec, self._spec.speculation, self._model
         self._reporter.note(f"loading {spec.model.name}")
-        drafter, versions, engine = spec.speculation.drafter, self._versions(), spec.engine
+        drafter, versions, engine = speculation.drafter, self._versions(), spec.engine
         plan = DecoderPlan(
             folder=model,
             name=spec.model.name,
@@ -204,10 +208,11 @@ class _Run:
             drafter=None if drafter is None else Path(drafter).expanduser(),
             versions=versions,
             version=self._committed_version,
-            takes_in=spec.speculation.drafter_store is not None,
+            takes_in=speculation.drafter_store is not None,
             tokenizer_digest=model_files.tokenizer_digest(model),
-            width=spec.speculation.width,
-            only_if_it_pays=spec.speculation.when == "pays",
+            policy=Policy(speculation.widths, speculation.width, speculation.when == "pays"),
+            looks_up=speculation.lookup,
+            costs=models.cache_folder().parent / "step-costs",
             concurrency=engine.concurrency,
             token_budget=engine.token_budget,
             kv_bytes=engine.kv_bytes,
@@ -232,7 +237,7 @@ class _Run:
         decoder.end_token_ids = self._end_ids
         check_token_ids(self._sampling, decoder.vocab_size)
         self._decoder = decoder
-        self._origin = assembly.origin
+        self._assembly, self._origin = assembly, assembly.origin
         self._begin_learning(assembly, versions)
 
     def _begin_learning(self, assembly: Assembly, versions: Path | None) -> None:

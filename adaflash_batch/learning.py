@@ -271,11 +271,11 @@ class _Pace:
         """What is ahead with so many requests left."""
         mean = self._finished_tokens / self._finished if self._finished else self._longest
         begun = self._decoder.num_generated - self._finished_tokens
-        gate, pace = self._decoder.gate, self._seconds / max(self._tokens, 1.0)
+        tau, price = self._decoder.speculator.outlook()
         return Outlook(
             tokens=max(left * mean - begun, 0.0),
-            seconds_per_token=pace,
-            tau=1.0 if gate is None else gate.emitted,
-            step_price=None if gate is None else gate.price,
+            seconds_per_token=self._seconds / max(self._tokens, 1.0),
+            tau=tau,
+            step_price=price,
             share=self._seconds / self._whole if self._whole > 0.0 else 1.0,
         )

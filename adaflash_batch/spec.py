@@ -35,6 +35,8 @@ _CHANGES_NO_TEXT = frozenset(
         "speculation.drafter_store",
         "speculation.width",
         "speculation.when",
+        "speculation.widths",
+        "speculation.lookup",
     }
 )
 # Whole sections of which the same is true.
@@ -129,17 +131,25 @@ def _build(given: GivenValues) -> JobSpec:
         raise ConfigError(f"{places[0]} and {places[1]} exclude each other", "give one of them")
     check_column_fields(spec.input.columns, given.place("input", "columns"))
     _check_sampling(spec.sampling, given)
-    drafters = {"drafter", "drafter_store"} & spec.speculation.model_fields_set
+    _check_drafts(spec, given)
+    return spec
+
+
+def _check_drafts(spec: JobSpec, given: GivenValues) -> None:
+    """Refuse what would have no effect, for lack of drafts or of a drafter."""
+    speculation = spec.speculation
+    has_drafter = bool({"drafter", "drafter_store"} & speculation.model_fields_set)
+    has_drafts = has_drafter or speculation.lookup
     wanting = {
-        ("speculation", "width"): spec.speculation.width is not None,
-        ("speculation", "when"): spec.speculation.when == "always",
-        ("adapt", "when"): spec.adapt.when == "always",
+        ("speculation", "width"): speculation.width is not None and not has_drafts,
+        ("speculation", "when"): speculation.when == "always" and not has_drafts,
+        ("speculation", "widths"): speculation.widths == "adaflash" and not has_drafter,
+        ("adapt", "when"): spec.adapt.when == "always" and not has_drafter,
     }
-    for (section, name), wants in wanting.items():
-        if wants and not drafters:
+    for (section, name), is_vain in wanting.items():
+        if is_vain:
             place = given.place(section, name)
             raise ConfigError(f"{place} needs a drafter", "add --drafter DIR")
-    return spec
 
 
 def _fill_output(given: GivenValues) -> None:

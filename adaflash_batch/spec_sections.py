@@ -192,9 +192,13 @@ class SpeculationSection(BaseModel):
     drafter_store: Drafter = None
     """Folder of drafters kept between jobs; the model's current version drafts."""
     width: Count | None = None
-    """Draft tokens verified at once; the drafter's block less one unless given."""
+    """Most draft tokens verified at once; all that are drafted unless given."""
+    widths: Literal["survival", "adaflash", "fixed"] = "survival"
+    """Verify what is expected to be fastest; what the scalar head of AdaFlash says; or all."""
     when: Literal["pays", "always"] = "pays"
     """Draft only in steps where that is faster than plain decoding, or in all."""
+    lookup: bool = True
+    """Draft from the request's own text and from finished rows, too, where they repeat."""
 
 
 class AdaptSection(BaseModel):

@@ -16,9 +16,12 @@ class SpeculationCounts:
         accepted: draft tokens kept. The bonus token is not one, and nothing past the end of the
             text counts, so accepted <= verified <= drafted.
         accepted_hist: accepted_hist[a] = steps that accepted exactly a draft tokens.
+        verified_hist: verified_hist[w] = steps that verified exactly w of them.
         drafter_first: version of the drafter that first drafted for this, None if none did.
         drafter_last: the version that last did.
         drafting: steps in which a draft token was verified.
+        lookup_steps: those of them whose drafts were looked up, not the drafter's.
+        lookup_verified, lookup_accepted: of `verified` and `accepted`, what these steps did.
     """
 
     steps: int = 0
@@ -29,18 +32,36 @@ class SpeculationCounts:
     drafter_first: int | None = None
     drafter_last: int | None = None
     drafting: int = 0
+    verified_hist: list[int] = field(default_factory=list)
+    lookup_steps: int = 0
+    lookup_verified: int = 0
+    lookup_accepted: int = 0
 
-    def record(self, drafted: int, verified: int, accepted: int) -> None:
-        """Count one step."""
+    def record(
+        self, drafted: int, verified: int, accepted: int, *, is_lookup: bool = False
+    ) -> None:
+        """Count one step.
+
+        Args:
+            is_lookup: whether what was verified was looked up.
+        """
         self.steps += 1
         self.drafting += verified > 0
         self.drafted += drafted
         self.verified += verified
         self.accepted += accepted
-        missing = accepted + 1 - len(self.accepted_hist)
-        if missing > 0:
-            self.accepted_hist.extend([0] * missing)
-        self.accepted_hist[accepted] += 1
+        _count(self.accepted_hist, accepted, 1)
+        _count(self.verified_hist, verified, 1)
+        if is_lookup and verified:
+            self.lookup_steps += 1
+            self.lookup_verified += verified
+            self.lookup_accepted += accepted
+
+    def mark(self, version: int | None) -> None:
+        """This version of the drafter drafted for it."""
+        if self.drafter_first is None:
+            self.drafter_first = version
+        self.drafter_last = version
 
     def add(self, other: SpeculationCounts) -> None:
         """Add another's counts to these."""
@@ -49,11 +70,13 @@ class SpeculationCounts:
         self.drafted += other.drafted
         self.verified += other.verified
         self.accepted += other.accepted
-        missing = len(other.accepted_hist) - len(self.accepted_hist)
-        if missing > 0:
-            self.accepted_hist.extend([0] * missing)
+        self.lookup_steps += other.lookup_steps
+        self.lookup_verified += other.lookup_verified
+        self.lookup_accepted += other.lookup_accepted
         for accepted, count in enumerate(other.accepted_hist):
-            self.accepted_hist[accepted] += count
+            _count(self.accepted_hist, accepted, count)
+        for verified, count in enumerate(other.verified_hist):
+            _count(self.verified_hist, verified, count)
         if self.drafter_first is None:
             self.drafter_first = other.drafter_first
         if other.drafter_last is not None:
@@ -76,3 +99,23 @@ class SpeculationCounts:
     def emitted_per_drafting_step(self) -> float | None:
         """The same over the steps with drafts alone; None before the first of them."""
         return (self.accepted + self.drafting) / self.drafting if self.drafting else None
+
+    @property
+    def emitted_per_lookup_step(self) -> float | None:
+        """The same over the steps whose drafts were looked up; None before the first of them."""
+        if not self.lookup_steps:
+            return None
+        return (self.lookup_accepted + self.lookup_steps) / self.lookup_steps
+
+    @property
+    def emitted_per_block_step(self) -> float | None:
+        """The same over the steps whose drafts were the drafter's; None before the first."""
+        steps = self.drafting - self.lookup_steps
+        return (self.accepted - self.lookup_accepted + steps) / steps if steps else None
+
+
+def _count(histogram: list[int], value: int, times: int) -> None:
+    missing = value + 1 - len(histogram)
+    if missing > 0:
+        histogram.extend([0] * missing)
+    histogram[value] += times

@@ -52,6 +52,7 @@ class RunFigures:
         output_tokens: that it generated.
         num_errors: rows that it ended with an error.
         num_preemptions: of requests.
+        calibration: of predicted survival, by source of drafts.
         plain_steps: steps that drafted nothing since it did not pay.
         drafter_version: that drafted last, None without a drafter.
     """
@@ -62,6 +63,7 @@ class RunFigures:
     num_errors: int = 0
     num_preemptions: int = 0
     plain_steps: int = 0
+    calibration: Mapping[str, object] = field(default_factory=dict)
     drafter_version: int | None = None
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     learning: LearningFigures = field(default_factory=LearningFigures)
@@ -94,9 +96,13 @@ def summarise(directory: str, run: RunFigures, output: Output, wall_s: float) ->
         "emitted_per_step": _rounded(counts.emitted_per_step) if counts.drafted else None,
         "emitted_per_drafting_step": _rounded(counts.emitted_per_drafting_step),
         "acceptance_rate": _rounded(counts.acceptance_rate),
+        "emitted_per_block_step": _rounded(counts.emitted_per_block_step),
+        "emitted_per_lookup_step": _rounded(counts.emitted_per_lookup_step),
+        "lookup_steps": counts.lookup_steps,
         "plain_steps": run.plain_steps,
         "drafter_version": run.drafter_version,
         **_learning(run.learning),
+        "calibration": dict(run.calibration),
         "preemptions": run.num_preemptions,
         "parts_written": output.num_parts,
         "output": directory,

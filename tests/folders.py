@@ -157,7 +157,8 @@ def run(
 ) -> Summary:
     """Run a job in float32; `keys` are its further settings by `section.key`.
 
-    A drafter drafts in every step, so that no counter depends on how long steps take.
+    A drafter drafts in every step, whole blocks are verified and nothing is looked up, so that no
+    counter depends on how long steps take.
     """
     files = [paths] if isinstance(paths, Path) else paths
     given: dict[str, object] = {
@@ -169,9 +170,10 @@ def run(
         "sampling.max_new_tokens": 8,
         "engine.kv_memory": "4MiB",
         "engine.threads": 1,
+        "speculation.lookup": False,
     }
     if any(key.startswith("speculation.drafter") for key in keys or {}):
-        given["speculation.when"] = "always"
+        given |= {"speculation.when": "always", "speculation.widths": "fixed"}
     spec = JobSpec.from_sources(flags={**given, **(keys or {})})
     return run_job(spec, reporter=listener or Listener())
 

@@ -113,7 +113,7 @@ WITHOUT_TORCH = [
     *("training.version_commands", "drafter.store"),
     *("durable", "errors", "exchange", "request", "spec", "spec_sections", "spec_sources"),
     "stats",
-    *("engine.pages", "engine.scheduler", "engine.gate", "report.live", "summary"),
+    *("engine.pages", "engine.scheduler", "report.live", "summary"),
     *("adapt.balance", "adapt.control", "adapt.replay", "adapt.round_report"),
     *(module.removeprefix(f"{PACKAGE}.") for module in MODULES if room_of(module) == "shards"),
 ]

@@ -23,6 +23,7 @@ from tiny import (
     tiny_model,
 )
 
+from adaflash_batch.engine.speculation import Policy
 from adaflash_batch.engine.target import Target
 from adaflash_batch.request import Request, RowKey, Sampling
 
@@ -251,7 +252,7 @@ def test_acceptance_is_flat_over_concurrency(llama: Target, concurrency: int) ->
 def test_a_fixed_width_verifies_no_more(llama: Target, width: int) -> None:
     requests = as_requests(random_prompts(5), GREEDY)
     plain = texts(decode(llama, requests))
-    done = decode(llama, requests, drafter=replaying(requests, plain), width=width)
+    done = decode(llama, requests, drafter=replaying(requests, plain), policy=Policy(most=width))
     assert texts(done) == plain
     for completion in done.values():
         counts = completion.counts

@@ -50,7 +50,9 @@ def test_types_are_as_documented() -> None:
         "error: struct<kind: string, message: string>",
         "usage: struct<prompt_tokens: int32, completion_tokens: int32, truncated_tokens: int32>",
         "spec: struct<steps: int32, drafted: int32, verified: int32, accepted: int32, "
-        "accepted_hist: list<item: int32>, drafter_first: int32, drafter_last: int32>",
+        "accepted_hist: list<item: int32>, drafter_first: int32, drafter_last: int32, "
+        "verified_hist: list<item: int32>, lookup_steps: int32, lookup_verified: int32, "
+        "lookup_accepted: int32>",
         "timing: struct<queued_s: float, prefill_s: float, decode_s: float>",
     ]
 
@@ -86,6 +88,10 @@ def test_completed_row() -> None:
                 "accepted_hist": [0, 0, 1],
                 "drafter_first": 3,
                 "drafter_last": 5,
+                "verified_hist": [0, 0, 0, 0, 1],
+                "lookup_steps": 0,
+                "lookup_verified": 0,
+                "lookup_accepted": 0,
             },
             "timing": {"queued_s": 0.5, "prefill_s": 0.25, "decode_s": 1.5},
         }

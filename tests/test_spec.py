@@ -128,7 +128,8 @@ def test_a_wrong_flag_is_named_as_it_was_typed() -> None:
 def test_settings_that_do_not_go_together_are_refused() -> None:
     both = refusal(input__prompt_column="a", input__messages_column="b")
     assert both.message == "--prompt-column and --messages-column exclude each other"
-    assert "drafter" in refusal(speculation__width=3).message
+    assert "drafter" in refusal(speculation__width=3, speculation__lookup=False).message
+    assert "drafter" in refusal(speculation__widths="adaflash").message
     assert (
         "above max_new_tokens"
         in refusal(None, "sampling.min_new_tokens=9", sampling__max_new_tokens=3).message
@@ -295,7 +296,7 @@ def test_what_learning_cannot_be_told_is_refused(override: str, words: str) -> N
     ("key", "option"), [("adapt__when", "--adapt"), ("speculation__when", "--speculate")]
 )
 def test_always_learning_or_drafting_needs_a_drafter(key: str, option: str) -> None:
-    error = refusal(None, **{key: "always"})
+    error = refusal(None, **{key: "always"}, speculation__lookup=False)
     assert f"{option} needs a drafter" in error.message
     assert "--drafter" in str(error.hint)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +15,13 @@ from adaflash_batch.drafter.checkpoint import load as load_drafter
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.drafter.versions import VersionStore
 from adaflash_batch.drafter.vocabulary import load_vocabulary
+from adaflash_batch.engine.cost import StepCost
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.engine.drafting import BlockDrafter, Drafter
-from adaflash_batch.engine.gate import SpeculationGate
+from adaflash_batch.engine.lookup import Lookup
 from adaflash_batch.engine.memory import kv_budget
+from adaflash_batch.engine.profile import about
+from adaflash_batch.engine.speculation import Policy
 from adaflash_batch.engine.target import Target
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.kernels.page_size import PAGE
@@ -28,6 +32,8 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+# Tokens of finished texts that drafts are looked up in.
+_MOST_LOOKED_UP = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +50,9 @@ class DecoderPlan:
         version: the one of them that is to draft in place of the current one.
         takes_in: whether `drafter` becomes the first version at once where there is none.
         tokenizer_digest: of the target's tokenizer, compared with the drafter's.
-        width: drafts verified a step; None takes the drafter's block.
-        only_if_it_pays: drafting is skipped while it does not pay (engine/gate.py).
+        policy: which drafts are verified.
+        looks_up: whether drafts are looked up in texts, too.
+        costs: folder of what steps were found to take here; None measures and keeps nothing.
         concurrency: most requests at once.
         token_budget: most tokens a step.
         kv_bytes: KV memory; None takes a share of what is free.
@@ -62,8 +69,9 @@ class DecoderPlan:
     version: int | None = None
     takes_in: bool = True
     tokenizer_digest: str | None = None
-    width: int | None = None
-    only_if_it_pays: bool = False
+    policy: Policy = Policy()
+    looks_up: bool = False
+    costs: Path | None = None
     concurrency: int = 64
     token_budget: int = 1024
     kv_bytes: int | None = None
@@ -91,11 +99,22 @@ class Assembly:
     Attributes:
         origin: of its drafter, None without one.
         facts: of its target, for other drafters.
+        costs: the file that keeps what its steps take; None where none does.
     """
 
     decoder: Decoder
     origin: Origin | None
     facts: TargetFacts
+    costs: Path | None = None
+
+    def keep_costs(self, notify: Callable[[str], None]) -> None:
+        """Save what steps were found to take, for the next decoder of this kind."""
+        if self.costs is None:
+            return
+        try:
+            self.decoder.cost.save(self.costs)
+        except OSError as error:
+            notify(f"what steps take here could not be kept in {self.costs}: {error.strerror}")
 
 
 def build_decoder(plan: DecoderPlan, *, notify: Callable[[str], None]) -> Decoder:
@@ -124,17 +143,36 @@ def assemble(plan: DecoderPlan, *, notify: Callable[[str], None]) -> Assembly:
     facts = _facts(target, plan.tokenizer_digest)
     origin = _choose(plan, facts, notify)
     net = None if origin is None else load_net(origin.folder, target, plan.tokenizer_digest)
+    cost = StepCost(about(target, "" if net is None else str(net.config)))
     decoder = Decoder(
         target,
         drafter=None if origin is None or net is None else _drafter(origin, net, target),
-        width=plan.width,
-        gate=SpeculationGate() if plan.only_if_it_pays else None,
+        lookup=Lookup(max_tokens=_MOST_LOOKED_UP) if plan.looks_up else None,
+        policy=plan.policy,
+        cost=cost,
         max_running=plan.concurrency,
         token_budget=max(plan.token_budget, 2),
         kv_tokens=_kv_tokens(plan, target, net),
         context=_context(plan, target),
     )
-    return Assembly(decoder, origin, facts)
+    return Assembly(decoder, origin, facts, _learn_costs(plan, decoder, notify))
+
+
+def _learn_costs(
+    plan: DecoderPlan, decoder: Decoder, notify: Callable[[str], None]
+) -> Path | None:
+    """Let the decoder know what its steps take; the file that will keep it."""
+    if plan.costs is None or decoder.speculator.most == 0:
+        return None
+    path = plan.costs / f"{hashlib.sha256(decoder.cost.about.encode()).hexdigest()[:16]}.json"
+    if path.exists():
+        damage = decoder.cost.load(path)
+        if damage is not None:
+            notify(f"{path} is not used: {damage}")
+    if not decoder.cost.is_known:
+        notify("measuring what steps take on this machine, once for this model")
+        decoder.profile()
+    return path
 
 
 @contextmanager

@@ -11,20 +11,30 @@ import torch
 
 from adaflash_batch.engine.accept import emitted_tokens
 from adaflash_batch.engine.capture import Capture
-from adaflash_batch.engine.drafting import DraftBatch, Drafter
-from adaflash_batch.engine.gate import SpeculationGate
+from adaflash_batch.engine.cost import StepCost
+from adaflash_batch.engine.drafting import Drafter
+from adaflash_batch.engine.hindsight import Prospect
 from adaflash_batch.engine.in_flight import Entry, Item, piece_of
+from adaflash_batch.engine.lookup import Lookup
 from adaflash_batch.engine.packing import Packed, PageTable, pack, ranges
 from adaflash_batch.engine.pages import PagePool
+from adaflash_batch.engine.pricing import Load, load_without_drafts
+from adaflash_batch.engine.profile import profile
 from adaflash_batch.engine.sampling import ChoiceBlock, TokenHistory, choose
 from adaflash_batch.engine.scheduler import Scheduled, Scheduler
 from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
+from adaflash_batch.engine.speculation import (
+    NOTHING,
+    Chosen,
+    Policy,
+    Speculator,
+    reserved_tokens,
+)
 from adaflash_batch.engine.target import Target
 from adaflash_batch.exchange import DrafterWeights, Trajectory
 from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.kernels.paged_attention import PackedStep
-from adaflash_batch.request import Completion, FinishReason, Request, RowError, Timing
-from adaflash_batch.stats import SpeculationCounts
+from adaflash_batch.request import Completion, FinishReason, Request, RowError
 
 
 class Decoder:
@@ -33,8 +43,9 @@ class Decoder:
     Args:
         target: the model whose choices make the text.
         drafter: proposes tokens; None decodes plainly.
-        width: drafts verified a step; None takes all that the drafter proposes.
-        gate: skips drafting while it does not pay; None always drafts.
+        lookup: the other source of drafts; None looks nothing up.
+        policy: which drafts are verified.
+        cost: what steps take; None begins without knowing it.
         max_running: most requests in a step.
         token_budget: most tokens in a step.
         kv_tokens: tokens that KV memory holds, over all requests (rounded down to pages).
@@ -48,8 +59,9 @@ class Decoder:
         target: Target,
         *,
         drafter: Callable[[int], Drafter] | None = None,
-        width: int | None = None,
-        gate: SpeculationGate | None = None,
+        lookup: Lookup | None = None,
+        policy: Policy = Policy(),
+        cost: StepCost | None = None,
         max_running: int = 64,
         token_budget: int = 1024,
         kv_tokens: int,
@@ -61,21 +73,27 @@ class Decoder:
         self._target = target
         self._kv = target.new_kv(pool.num_pages)
         self._drafter = None if drafter is None else drafter(pool.num_pages)
-        block = 0 if self._drafter is None else self._drafter.block_size
-        self._width = 0 if block == 0 else block - 1
-        if width is not None:
-            self._width = min(width, self._width)
         if self._drafter is not None:
             target.tap(self._drafter.tapped_layers)
+        reserve = reserved_tokens(self._drafter, lookup)
         self._scheduler = Scheduler(
-            pool, max_running=max_running, token_budget=token_budget, reserve=block
+            pool, max_running=max_running, token_budget=token_budget, reserve=reserve
         )
         self.context = context if context is not None else target.context
-        longest = min(self.context + block, pool.num_pages * PAGE)
+        longest = min(self.context + reserve, pool.num_pages * PAGE)
         self._table = PageTable(max_running, longest)
+        self._max_running, self._token_budget = max_running, token_budget
         self.end_token_ids = end_token_ids
         self._clock = clock
-        self.gate = None if self._drafter is None else gate
+        self.cost = StepCost() if cost is None else cost
+        self.speculator = Speculator(
+            policy,
+            drafter=self._drafter,
+            lookup=lookup,
+            cost=self.cost,
+            table=self._table,
+            clock=clock,
+        )
         self._entries: dict[ScheduledSequence, Entry] = {}
         self._finished: list[Completion] = []
         self._capture: Capture | None = None
@@ -98,6 +116,20 @@ class Decoder:
         """From now on hand the states of finished requests to `emit`; see `Capture`."""
         assert not self._entries, "requests are on their way already"
         self._capture = Capture(self._target, layer_ids, emit, wanted)
+
+    def profile(self) -> None:
+        """Measure what steps take, before the first request."""
+        assert not self._entries, "requests are on their way already"
+        most = self._max_running * (self.speculator.most + 1)
+        profile(
+            self.cost,
+            self._target,
+            self._kv,
+            self._drafter,
+            most_tokens=min(most, self._token_budget),
+            most_requests=self._max_running,
+            clock=self._clock,
+        )
 
     def follow(self, newest: Callable[[], DrafterWeights | None]) -> None:
         """From now on draft with the weights that `newest` gives, where it gives some.
@@ -154,13 +186,14 @@ class Decoder:
         assert prompt, "a prompt has at least one token"
         limit = len(prompt) + sampling.max_new_tokens
         sequence = ScheduledSequence(known=len(prompt), limit=limit)
-        entry = Entry(request, sequence, list(prompt), added=self._clock())
+        entry = Entry(request, sequence, list(prompt), self._clock(), Prospect())
         if sampling.reshapes_logits:
             entry.history = TokenHistory(prompt=frozenset(prompt))
         error = self._misfit(limit, sequence)
         if error is not None:
-            self._finished.append(self._completion(entry, "error", error))
+            self._finished.append(entry.completion("error", error, self._clock()))
             return
+        entry.prospect = self.speculator.begin(prompt)
         self._entries[sequence] = entry
         self._scheduler.add(sequence)
         if self._capture is not None and self._capture.wanted():
@@ -180,74 +213,62 @@ class Decoder:
     def step(self) -> list[Completion]:
         """Advance every scheduled request once; return what is finished."""
         self._adopt()
-        began, plan = self._clock(), self._scheduler.plan(self._open_width())
-        assert plan or not self._entries, "requests are left and none of them can move"
-        if plan:
-            items = self._draft(plan)
+        began = self._clock()
+        items = self._plan()
+        assert items or not self._entries, "requests are left and none of them can move"
+        if items:
             packed = self._pack(items)
+            verifying = self._clock()
             choices, sound = self._verify(items, packed)
+            verified = self._clock()
             survivors = self._commit(items, choices, sound)
             self._absorb(items, packed, survivors)
             self._record(items, packed)
             self.num_steps += 1
-            self._observe(items, self._clock() - began)
+            self._observe(items, packed, verified - verifying, self._clock() - began)
         finished, self._finished = self._finished, []
         return finished
 
-    def _open_width(self) -> int:
-        """Drafts of the next step."""
-        if self.gate is None or self.gate.opens(len(self._scheduler.running)):
-            return self._width
-        return 0
-
-    def _observe(self, items: list[Item], seconds: float) -> None:
-        """Tell the gate what the step took; not where most of it was prefill."""
-        if self.gate is None:
-            return
-        sizes = [item.scheduled.num_known + len(item.drafts) for item in items]
-        decoded = sum(s for s, item in zip(sizes, items, strict=True) if item.is_single)
-        if 2 * decoded >= sum(sizes):
-            drafted = any(item.drafts for item in items)
-            self.gate.observe(seconds * decoded / sum(sizes), drafted=drafted)
+    def _observe(self, items: list[Item], packed: Packed, target_s: float, whole_s: float) -> None:
+        """Tell speculation what the step took."""
+        decoded = sum(1 + len(item.drafts) for item in items if item.is_single)
+        num_tokens = len(packed.token_ids)
+        load = Load(num_tokens, len(packed.rows), packed.num_keys, len(items))
+        is_decoding = 2 * decoded >= num_tokens
+        self.speculator.observe(load, target_s, whole_s, is_decoding=is_decoding)
+        drafting = [item for item in items if item.drafts]
+        accepted = sum(item.num_accepted for item in drafting)
+        self.speculator.pace.note_step(len(drafting), accepted)
 
     def _adopt(self) -> None:
         """Take new weights for the drafter, if there are some."""
         weights = None if self._newest is None else self._newest()
-        if weights is not None and self._drafter is not None:
-            self._drafter.adopt(weights)
-            if self.gate is not None:
-                self.gate.expect_change()
+        if weights is not None:
+            self.speculator.adopt(weights)
 
-    def _draft(self, plan: list[Scheduled]) -> list[Item]:
-        """Ask the drafter for those that verify drafts in this step."""
-        wanting = [item for item in plan if item.width > 0]
-        drafts: dict[ScheduledSequence, list[int]] = {}
-        if wanting and self._drafter is not None:
-            sequences = [item.sequence for item in wanting]
-            batch = DraftBatch(
-                keys=[self._entries[sequence].request.key for sequence in sequences],
-                anchors=[self._entries[sequence].tokens[-1] for sequence in sequences],
-                positions=np.array([sequence.computed for sequence in sequences], dtype=np.int32),
-                table=self._table.rows(sequences),
-            )
-            drafts = dict(zip(sequences, self._drafter.draft(batch), strict=True))
-            for sequence in sequences:
-                self._mark_version(self._entries[sequence].counts)
-        return [self._item(scheduled, drafts.get(scheduled.sequence, [])) for scheduled in plan]
+    def _plan(self) -> list[Item]:
+        """Who takes part in the step, and with which drafts."""
+        decoding = self._scheduler.plan_decoding(self.speculator.most)
+        chosen = self._speculate(decoding)
+        items = [self._item(each, chosen.get(each.sequence, NOTHING)) for each in decoding]
+        taken = sum(1 + len(item.drafts) for item in items)
+        return items + [self._item(each, NOTHING) for each in self._scheduler.plan_prefill(taken)]
 
-    def _item(self, scheduled: Scheduled, drafts: list[int]) -> Item:
+    def _speculate(self, decoding: list[Scheduled]) -> dict[ScheduledSequence, Chosen]:
+        """What those verify that decode and have room for a draft."""
+        able = [each for each in decoding if each.width > 0]
+        candidates = [self._entries[each.sequence].candidate(each.width) for each in able]
+        load = load_without_drafts(decoding, self._scheduler.prefill_ahead(len(decoding)))
+        chosen = self.speculator.choose(candidates, load)
+        return {each.sequence: what for each, what in zip(able, chosen, strict=True)}
+
+    def _item(self, scheduled: Scheduled, chosen: Chosen) -> Item:
         entry = self._entries[scheduled.sequence]
         if entry.admitted is None:
             entry.admitted = self._clock()
-        sequence, kept = scheduled.sequence, drafts[: scheduled.width]
+        sequence, drafts = scheduled.sequence, chosen.token_ids
         is_complete = sequence.computed + scheduled.num_known == sequence.known
-        return Item(entry, scheduled, kept, len(drafts), len(kept) + 1 if is_complete else 0)
-
-    def _mark_version(self, counts: SpeculationCounts) -> None:
-        assert self._drafter is not None
-        if counts.drafter_first is None:
-            counts.drafter_first = self._drafter.version
-        counts.drafter_last = self._drafter.version
+        return Item(entry, scheduled, chosen, drafts, len(drafts) + 1 if is_complete else 0)
 
     def _pack(self, items: list[Item]) -> Packed:
         pieces, contexts = [], []
@@ -280,13 +301,8 @@ class Decoder:
             drafts=item.drafts,
             key=(request.identity, request.key.sample),
             position=len(entry.tokens),
-            end_ids=self._ends(entry),
+            end_ids=entry.ends(self.end_token_ids),
         )
-
-    def _ends(self, entry: Entry) -> frozenset[int]:
-        sampling = entry.request.sampling
-        own = frozenset() if sampling.ignore_eos else self.end_token_ids
-        return own.union(sampling.stop_token_ids) if sampling.stop_token_ids else own
 
     def _commit(self, items: list[Item], choices: list[int], sound: list[bool]) -> list[int]:
         """Extend the texts. Returns for each item how many of its tokens stay in KV memory."""
@@ -311,30 +327,27 @@ class Decoder:
             message = "the model's logits are not finite (NaN or infinity)"
             self._finish(entry, "error", RowError("bad_logits", message))
             return 0
-        emitted, reason = self._until_end(entry, emitted)
+        emitted, reason = entry.until_end(emitted, self.end_token_ids)
         accepted = min(num_kept, len(emitted))  # nothing past the end counts
+        item.num_accepted = accepted
+        if item.drafts and not item.chosen.is_lookup:
+            entry.counts.mark(self.drafter_version)
         if item.is_verification:
-            entry.counts.record(item.num_drafted, len(item.drafts), accepted)
-            if self.gate is not None and item.drafts:
-                self.gate.count(1, accepted)
-        self._extend(entry, emitted)
+            chosen = item.chosen
+            entry.counts.record(
+                chosen.num_drafted, len(item.drafts), accepted, is_lookup=chosen.is_lookup
+            )
+        self._extend(entry, emitted, is_over=reason is not None)
         sequence.computed += num_known + accepted
         if reason is not None:
             self._finish(entry, reason)
             return 0
         return num_known + accepted
 
-    def _until_end(self, entry: Entry, emitted: list[int]) -> tuple[list[int], FinishReason | None]:
-        """Cut behind the token that ends the text, if one does."""
-        ends, watch = self._ends(entry), entry.request.stop_watch
-        room = entry.request.sampling.max_new_tokens - entry.num_generated
-        for count, token in enumerate(emitted[:room], 1):
-            if token in ends or (watch is not None and watch.feed(token)):
-                return emitted[:count], "stop"
-        return emitted[:room], "length" if len(emitted) >= room else None
-
-    def _extend(self, entry: Entry, emitted: list[int]) -> None:
+    def _extend(self, entry: Entry, emitted: list[int], *, is_over: bool) -> None:
         entry.tokens += emitted
+        self.speculator.extend(entry.prospect, emitted)
+        self.speculator.settle(entry.prospect, entry.tokens, is_over=is_over)
         entry.sequence.known += len(emitted)
         self.num_generated += len(emitted)
         if entry.history is not None:
@@ -344,24 +357,11 @@ class Decoder:
 
     def _finish(self, entry: Entry, reason: FinishReason, error: RowError | None = None) -> None:
         entry.reason = reason
+        if error is None:
+            self.speculator.end(entry.prospect)
         self._scheduler.remove(entry.sequence)
         del self._entries[entry.sequence]
-        self._finished.append(self._completion(entry, reason, error))
-
-    def _completion(self, entry: Entry, reason: FinishReason, error: RowError | None) -> Completion:
-        now = self._clock()
-        admitted = entry.admitted if entry.admitted is not None else now
-        first = entry.first_token if entry.first_token is not None else now
-        return Completion(
-            key=entry.request.key,
-            token_ids=[] if error else entry.tokens[entry.num_prompt :],
-            finish_reason=reason,
-            prompt_tokens=entry.num_prompt,
-            truncated_tokens=entry.request.truncated_tokens,
-            counts=entry.counts,
-            timing=Timing(admitted - entry.added, first - admitted, now - first),
-            error=error,
-        )
+        self._finished.append(entry.completion(reason, error, self._clock()))
 
     def _absorb(self, items: list[Item], packed: Packed, kept: Sequence[int]) -> None:
         """Give the drafter what the target saw of the tokens that stay."""

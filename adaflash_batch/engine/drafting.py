@@ -47,6 +47,23 @@ class DraftBatch:
     table: Int32
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a drafter proposes behind an anchor.
+
+    Attributes:
+        token_ids: K - 1 tokens.
+        survival: for each of them how likely it and all before it are right; None where the drafter
+            cannot say.
+        length: of the scalar head (AdaFlash), the share of the block that is worth verifying, its
+            anchor counted; None without that head.
+    """
+
+    token_ids: list[int]
+    survival: list[float] | None = None
+    length: float | None = None
+
+
 class Drafter(Protocol):
     """Proposes tokens; deterministic given what it has seen.
 
@@ -61,8 +78,8 @@ class Drafter(Protocol):
     block_size: int
     tapped_layers: tuple[int, ...]
 
-    def draft(self, batch: DraftBatch) -> list[list[int]]:
-        """K - 1 proposals for each request."""
+    def draft(self, batch: DraftBatch) -> list[Draft]:
+        """A block for each request."""
 
     def absorb(self, step: PackedStep, positions: torch.Tensor, features: torch.Tensor) -> None:
         """Take in what the target saw of committed tokens.
@@ -128,7 +145,7 @@ class BlockDrafter:
             elements += -(-config.hidden_size // PAGE)  # one state a page
         return elements * net.fc.weight.element_size()
 
-    def draft(self, batch: DraftBatch) -> list[list[int]]:
+    def draft(self, batch: DraftBatch) -> list[Draft]:
         """See Drafter: one pass over anchors and masks, then what the net proposes from it."""
         num_requests, rows = len(batch.anchors), self._net.config.block_size
         anchors = torch.tensor(batch.anchors)
@@ -152,8 +169,7 @@ class BlockDrafter:
         hidden = self._net.block(embeddings, cos, sin, attend)
         anchors = anchors.to(device)
         proposed = self._net.propose(hidden, anchors, self._head, self._token_ids)
-        drafts: list[list[int]] = proposed.tolist()
-        return drafts
+        return [Draft(token_ids) for token_ids in proposed.tolist()]
 
     def absorb(self, step: PackedStep, positions: torch.Tensor, features: torch.Tensor) -> None:
         """See Drafter: the context K/V of every layer, from one fused feature per token."""

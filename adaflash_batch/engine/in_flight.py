@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from adaflash_batch.engine.capture import Piece, Recording
+from adaflash_batch.engine.hindsight import Prospect
 from adaflash_batch.engine.sampling import TokenHistory
 from adaflash_batch.engine.scheduler import Scheduled
 from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
-from adaflash_batch.request import FinishReason, Request
+from adaflash_batch.engine.speculation import Candidate, Chosen
+from adaflash_batch.request import Completion, FinishReason, Request, RowError, Timing
 from adaflash_batch.stats import SpeculationCounts
 
 
@@ -19,6 +21,7 @@ class Entry:
     Attributes:
         tokens: prompt and completion so far.
         added, admitted, first_token: when it came, began and had its first new token; seconds.
+        prospect: what speculation knows of it.
         history: for sampling that depends on what was written before.
         reason: why it ended, None before.
     """
@@ -27,6 +30,7 @@ class Entry:
     sequence: ScheduledSequence
     tokens: list[int]
     added: float
+    prospect: Prospect
     admitted: float | None = None
     first_token: float | None = None
     history: TokenHistory | None = None
@@ -44,19 +48,60 @@ class Entry:
         """Tokens of the completion so far."""
         return len(self.tokens) - self.num_prompt
 
+    def ends(self, of_model: frozenset[int]) -> frozenset[int]:
+        """Tokens that end its text; the model's own are given."""
+        sampling = self.request.sampling
+        own = frozenset() if sampling.ignore_eos else of_model
+        return own.union(sampling.stop_token_ids) if sampling.stop_token_ids else own
 
-@dataclass(frozen=True, slots=True)
+    def until_end(
+        self, emitted: list[int], of_model: frozenset[int]
+    ) -> tuple[list[int], FinishReason | None]:
+        """Cut behind the token that ends the text, if one does."""
+        ends, watch = self.ends(of_model), self.request.stop_watch
+        room = self.request.sampling.max_new_tokens - self.num_generated
+        for count, token in enumerate(emitted[:room], 1):
+            if token in ends or (watch is not None and watch.feed(token)):
+                return emitted[:count], "stop"
+        return emitted[:room], "length" if len(emitted) >= room else None
+
+    def candidate(self, room: int) -> Candidate:
+        """As one that has room for so many drafts."""
+        return Candidate(self.request.key, self.sequence, self.prospect, self.tokens, room)
+
+    def completion(self, reason: FinishReason, error: RowError | None, now: float) -> Completion:
+        """What came of it."""
+        admitted = self.admitted if self.admitted is not None else now
+        first = self.first_token if self.first_token is not None else now
+        return Completion(
+            key=self.request.key,
+            token_ids=[] if error else self.tokens[self.num_prompt :],
+            finish_reason=reason,
+            prompt_tokens=self.num_prompt,
+            truncated_tokens=self.request.truncated_tokens,
+            counts=self.counts,
+            timing=Timing(admitted - self.added, first - admitted, now - first),
+            error=error,
+        )
+
+
+@dataclass(slots=True)
 class Item:
     """One request's part in this step, with its drafts.
 
-    num_choices: rows of logits wanted, none in the middle of a prefill.
+    Attributes:
+        chosen: where its drafts come from.
+        drafts: that are verified.
+        num_choices: rows of logits wanted, none in the middle of a prefill.
+        num_accepted: of the drafts, once that is known.
     """
 
     entry: Entry
     scheduled: Scheduled
+    chosen: Chosen
     drafts: list[int]
-    num_drafted: int
     num_choices: int
+    num_accepted: int = 0
 
     @property
     def is_single(self) -> bool:

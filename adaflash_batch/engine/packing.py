@@ -51,6 +51,12 @@ class Packed:
     context: Int32
     rows: Int64
 
+    @property
+    def num_keys(self) -> int:
+        """Keys that all tokens together attend to."""
+        length, context = self.length.astype(np.int64), self.context.astype(np.int64)
+        return int((length * context + length * (length + 1) // 2).sum())
+
 
 def pack(
     pieces: Sequence[Sequence[int]], contexts: Sequence[int], choices: Sequence[int]

@@ -90,18 +90,18 @@ class Scheduler:
             width: draft tokens wanted behind each anchor; fewer are planned where the budget or a
                 sequence's limit leaves no room.
         """
-        budget = self._token_budget
-        decoding = [sequence for sequence in self.running if sequence.is_decoding]
-        needs_prefill = len(decoding) < len(self.running) or self._can_admit()
-        # An eighth stays free for prefill, else a full batch would starve those that come next.
-        share = budget - budget // 8 if needs_prefill else budget
-        planned = self._plan_decoding(decoding, width, max(share, 1))
-        budget -= sum(item.num_known + item.width for item in planned)
-        return planned + self._plan_prefill(budget)
+        planned = self.plan_decoding(width)
+        return planned + self.plan_prefill(sum(item.num_known + item.width for item in planned))
 
-    def _plan_decoding(self, decoding: list[Sequence], width: int, budget: int) -> list[Scheduled]:
+    def plan_decoding(self, width: int) -> list[Scheduled]:
+        """The first part of `plan`: the sequences that decode, with room for so many drafts."""
+        decoding = [sequence for sequence in self.running if sequence.is_decoding]
         if not decoding:
             return []
+        budget = self._token_budget
+        if len(decoding) < len(self.running) or self._can_admit():
+            # An eighth stays free for prefill: a full batch would starve those that come next.
+            budget = max(budget - budget // 8, 1)
         width = max(0, min(width, budget // len(decoding) - 1))
         planned: list[Scheduled] = []
         for sequence in decoding[:budget]:
@@ -115,8 +115,16 @@ class Scheduler:
         # One that was planned may have been preempted for a later one.
         return [item for item in planned if item.sequence.slot >= 0]
 
-    def _plan_prefill(self, budget: int) -> list[Scheduled]:
+    def prefill_ahead(self, num_taken: int) -> int:
+        """Tokens of prompts, about, that `plan_prefill` would plan."""
+        waiting = self.waiting[0].known if self._can_admit() else 0
+        missing = sum(each.known - each.computed for each in self.running if not each.is_decoding)
+        return max(min(missing + waiting, self._token_budget - num_taken), 0)
+
+    def plan_prefill(self, num_taken: int) -> list[Scheduled]:
+        """The second part of `plan`: prompts, for which so many tokens of the budget are gone."""
         planned: list[Scheduled] = []
+        budget = self._token_budget - num_taken
         prefilling = [sequence for sequence in self.running if not sequence.is_decoding]
         for sequence in prefilling:
             budget -= self._plan_piece(sequence, budget, planned)

@@ -10,7 +10,7 @@ from adaflash_batch.shards.reader import Chunk
 from adaflash_batch.shards.schema import OutputRow
 from adaflash_batch.stats import SpeculationCounts
 
-FORMAT = 1
+FORMAT = 2
 NAMESPACE = b"adaflash."
 _ROW_SUMS = ("num_rows", "num_output_rows", "num_errors")
 _TOKEN_SUMS = ("prompt_tokens", "completion_tokens", "truncated_tokens")

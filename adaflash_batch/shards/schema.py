@@ -38,6 +38,10 @@ OUR_COLUMNS: tuple[tuple[str, Any], ...] = (
                 ("accepted_hist", pa.list_(_INT)),
                 ("drafter_first", _INT),
                 ("drafter_last", _INT),
+                ("verified_hist", pa.list_(_INT)),
+                ("lookup_steps", _INT),
+                ("lookup_verified", _INT),
+                ("lookup_accepted", _INT),
             ]
         ),
     ),

@@ -1,0 +1,120 @@
+"""What a step would take with drafts added, and what steps with drafts took of late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from adaflash_batch.engine.cost import StepCost
+from adaflash_batch.engine.scheduler import Scheduled
+from adaflash_batch.engine.widths import Floats, Integers, Widths
+
+# Requests' steps that the mean of emitted tokens looks back on.
+_SPAN = 500.0
+# Share that the means of seconds keep of themselves in a step, and steps without drafts after
+# which they say nothing of the present.
+_KEPT = 0.95
+_STALE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a step computes before any draft is added.
+
+    Attributes:
+        tokens: that go through the layers, prompts included.
+        rows: of logits.
+        keys: that all tokens together attend to.
+        running: requests.
+        decoding: those of them whose texts are extended.
+        decoding_keys: that their anchors attend to.
+    """
+
+    tokens: int
+    rows: int
+    keys: int
+    running: int
+    decoding: int = 0
+    decoding_keys: int = 0
+
+
+def load_without_drafts(decoding: Sequence[Scheduled], num_prefilled: int) -> Load:
+    """Of a step that extends these texts and takes in so many tokens of prompts."""
+    keys = sum(each.sequence.known for each in decoding)
+    return Load(
+        tokens=len(decoding) + num_prefilled,
+        rows=len(decoding),
+        keys=keys + num_prefilled * num_prefilled // 2,
+        running=len(decoding),
+        decoding=len(decoding),
+        decoding_keys=keys,
+    )
+
+
+class StepPrices:
+    """What a step would take with drafts added to its load."""
+
+    def __init__(self, cost: StepCost, load: Load) -> None:
+        self.load, self._cost = load, cost
+        # A draft attends to about what its request's anchor does.
+        self._keys = load.decoding_keys / max(load.decoding, 1)
+
+    @property
+    def plain_s(self) -> float:
+        """Seconds without drafts."""
+        return float(self.seconds(0)(np.zeros(1, dtype=np.int64))[0])
+
+    def seconds(self, num_blocks: int) -> Callable[[Integers], Floats]:
+        """Seconds of the step with this many blocks drafted, by the tokens verified behind."""
+        load, cost = self.load, self._cost
+        other = float(cost.rest(load.running) + cost.draft(num_blocks))
+        return lambda more: (
+            cost.target(load.tokens + more, load.rows + more, load.keys + more * self._keys) + other
+        )
+
+    def of_token(self, chosen: Widths, num_blocks: int) -> float:
+        """Tokens emitted that one more verified token costs."""
+        num_verified, span = sum(chosen.widths), max(self.load.decoding, 4)
+        now, then = self.seconds(num_blocks)(np.array([num_verified, num_verified + span]))
+        return float((then - now) / span * chosen.emitted / now)
+
+
+class Pace:
+    """Steps with drafts of late: what they emit, and what they take.
+
+    Attributes:
+        emitted: by a request in such a step (τ); 1 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.emitted = 1.0
+        self._weight = 0.0
+        self._seconds = self._plain_s = 0.0
+        self._age = 0
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether there was one lately."""
+        return self._weight > 0.0 and self._age < _STALE
+
+    @property
+    def price(self) -> float | None:
+        """What one takes of one without drafts."""
+        return self._seconds / self._plain_s if self._plain_s > 0.0 else None
+
+    def note_seconds(self, seconds: float, plain_s: float) -> None:
+        """Of a step with drafts, and what it would have taken without."""
+        self._seconds = self._seconds * _KEPT + seconds
+        self._plain_s = self._plain_s * _KEPT + plain_s
+
+    def note_step(self, num_requests: int, num_accepted: int) -> None:
+        """A step is over in which so many requests verified drafts."""
+        if not num_requests:
+            self._age += 1
+            return
+        self._age = 0
+        kept = self._weight * max(1.0 - num_requests / _SPAN, 0.0)
+        self._weight = kept + num_requests
+        self.emitted = (self.emitted * kept + num_requests + num_accepted) / self._weight

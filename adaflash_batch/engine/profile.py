@@ -1,0 +1,126 @@
+"""A short measurement of what steps take here, for a machine and model that nothing is known of.
+
+Passes are made over one page again and again: what they compute does not matter, and requests
+write to their pages before they read them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from adaflash_batch.engine.cost import StepCost
+from adaflash_batch.engine.drafting import DraftBatch, Drafter
+from adaflash_batch.engine.target import Target
+from adaflash_batch.kernels.page_size import PAGE
+from adaflash_batch.kernels.paged_attention import KVLayer, PackedStep
+from adaflash_batch.request import RowKey
+
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+# Larger passes are made once, smaller ones until chance is gone from the median.
+_REPEATS, _MANY_TOKENS = 3, 64
+_MOST_SECONDS = 4.0
+_PROMPT_SHARE = 64  # a prompt's piece wants logits of one token in so many
+
+
+@torch.inference_mode()
+def profile(
+    cost: StepCost,
+    target: Target,
+    kv: list[KVLayer],
+    drafter: Drafter | None,
+    *,
+    most_tokens: int,
+    most_requests: int,
+    clock: Callable[[], float],
+) -> None:
+    """Time passes of growing size and let `cost` observe them.
+
+    Args:
+        kv: KV memory of one page or more that no request uses.
+        most_tokens: of a step.
+        most_requests: at once.
+        clock: seconds.
+    """
+    num_tokens, began = target.num_forward_tokens, clock()
+    _pass(target, kv, 1, 1)  # what is set up at first use is no step's cost
+    for size, num_rows in _passes(most_tokens):
+        then = clock()
+        _pass(target, kv, size, num_rows)
+        cost.observe_target(size, num_rows, size * PAGE, clock() - then)
+        if clock() - began > _MOST_SECONDS:
+            break
+    target.num_forward_tokens = num_tokens
+    if drafter is None:
+        return
+    drafter.draft(_batch(1))
+    began = clock()
+    for size in [size for size in _SIZES if size <= most_requests]:
+        for _ in range(_REPEATS if size <= _MANY_TOKENS // 4 else 1):
+            then = clock()
+            drafter.draft(_batch(size))
+            cost.observe_draft(size, clock() - then)
+        if clock() - began > _MOST_SECONDS / 4:
+            break
+
+
+def _passes(most_tokens: int) -> Iterator[tuple[int, int]]:
+    """(tokens, rows of logits): decoding wants all of them, a prompt few."""
+    for size in [size for size in _SIZES if size <= most_tokens]:
+        for _ in range(_REPEATS if size <= _MANY_TOKENS else 1):
+            yield size, size
+        if size >= _MANY_TOKENS:
+            yield size, size // _PROMPT_SHARE
+
+
+def _pass(target: Target, kv: list[KVLayer], num_tokens: int, num_rows: int) -> None:
+    """As many requests as tokens, each at the last place of the first page."""
+    ones = np.ones(num_tokens, dtype=np.int32)
+    step = PackedStep(
+        np.arange(num_tokens, dtype=np.int32),
+        ones,
+        ones * (PAGE - 1),
+        np.zeros((num_tokens, 1), dtype=np.int32),
+    )
+    ids = torch.zeros(num_tokens, dtype=torch.int64)
+    logits = target.forward(ids, ids + (PAGE - 1), step, kv, torch.arange(num_rows))
+    logits.argmax(-1).tolist()
+
+
+def _batch(num_requests: int) -> DraftBatch:
+    return DraftBatch(
+        keys=[RowKey(0, 0, 0)] * num_requests,
+        anchors=[0] * num_requests,
+        positions=np.ones(num_requests, dtype=np.int32),
+        table=np.zeros((num_requests, 2), dtype=np.int32),
+    )
+
+
+def about(target: Target, drafter: str) -> str:
+    """What the figures hold for: the machine and the shapes of target and drafter, as JSON."""
+    device = target.device
+    facts = {
+        "machine": _processor() if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "attention": target.attention_note() or "fast",
+        "dtype": str(target.dtype),
+        "target": [target.name, target.num_layers, target.hidden_size, target.vocab_size],
+        "drafter": drafter,
+        "torch": torch.__version__,
+    }
+    return json.dumps(facts, sort_keys=True)
+
+
+def _processor() -> str:
+    """Its name, as far as the system tells."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

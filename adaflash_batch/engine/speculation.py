@@ -1,0 +1,354 @@
+"""Which drafts are verified in a step: whom the drafter drafts for, what lookup finds, how wide.
+
+Before drafting only the past says what a block is worth, so that decides for whom the drafter runs;
+afterwards its own head may say it of every block. Widths are chosen for the whole batch at once.
+Where nothing pays, a block is drafted now and then and not verified: the text that follows tells
+what would have been accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from adaflash_batch.engine.acceptance import AcceptanceHistory, Calibration
+from adaflash_batch.engine.correction import Correction
+from adaflash_batch.engine.cost import StepCost
+from adaflash_batch.engine.drafting import Draft, DraftBatch, Drafter
+from adaflash_batch.engine.hindsight import Guess, Prospect
+from adaflash_batch.engine.lookup import Lookup
+from adaflash_batch.engine.packing import PageTable
+from adaflash_batch.engine.pricing import Load, Pace, StepPrices
+from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
+from adaflash_batch.engine.widths import adaflash_width, choose_widths, who_drafts
+from adaflash_batch.exchange import DrafterWeights
+from adaflash_batch.request import RowKey
+
+WidthPolicy = Literal["survival", "adaflash", "fixed"]
+
+# Tokens that a lookup proposes at the most where there is no block to go by.
+_MOST_LOOKED_UP = 7
+# Share of the time that may go into blocks that are drafted only to see what they would be worth.
+_PROBE_SHARE = 0.005
+_MOST_SAVED_S = 0.5
+# How likely a good drafter's next token is right.
+_HOPED = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How much is verified.
+
+    Attributes:
+        widths: `survival` maximises the expected tokens a second over the whole batch; `adaflash`
+            follows the scalar head of the paper; `fixed` verifies all.
+        most: drafts verified behind an anchor at the most; None for the drafter's block.
+        only_if_it_pays: nothing is drafted or verified where plain decoding is faster.
+    """
+
+    widths: WidthPolicy = "fixed"
+    most: int | None = None
+    only_if_it_pays: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A request that could verify drafts in this step.
+
+    Attributes:
+        tokens: prompt and text so far; the last is the anchor.
+        room: drafts that could be accepted at the most, above 0.
+    """
+
+    key: RowKey
+    sequence: ScheduledSequence
+    prospect: Prospect
+    tokens: Sequence[int]
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a request verifies.
+
+    Attributes:
+        guess: whose first `width` tokens are verified; None where there is none.
+        num_drafted: tokens that were proposed for it, verified or not.
+    """
+
+    guess: Guess | None = None
+    width: int = 0
+    num_drafted: int = 0
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether it was looked up."""
+        return self.guess is not None and self.guess.source == "lookup"
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Those that are verified."""
+        return [] if self.guess is None else self.guess.token_ids[: self.width]
+
+
+NOTHING = Chosen()
+
+
+class Speculator:
+    """Chooses what is verified, and learns from what became of it.
+
+    Args:
+        policy: how much is verified.
+        drafter: of blocks, if there is one.
+        lookup: the other source, if it is wanted.
+        cost: what steps take.
+        table: the requests' pages.
+        clock: seconds.
+
+    Attributes:
+        num_plain: steps that verified nothing since that did not pay.
+        blocks: what blocks of late were worth.
+        calibration: of the survivals that decided, by source.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        drafter: Drafter | None,
+        lookup: Lookup | None,
+        cost: StepCost,
+        table: PageTable,
+        clock: Callable[[], float],
+    ) -> None:
+        self.num_plain = 0
+        self.blocks = AcceptanceHistory()
+        self.calibration = {"block": Calibration(), "lookup": Calibration()}
+        self._policy, self._drafter, self._lookup = policy, drafter, lookup
+        self._cost, self._table, self._clock = cost, table, clock
+        self._correction = Correction()
+        self._num_drafts = 0 if drafter is None else drafter.block_size - 1
+        self._prices = StepPrices(cost, Load(1, 1, 1, 1))
+        self._token_price = 0.0
+        self._probes_s = 0.0  # seconds that probes may take
+        self._draft_s = 0.0
+        self.pace = Pace()
+
+    @property
+    def most(self) -> int:
+        """Drafts that a request may have to verify."""
+        longest = max(self._num_drafts, _MOST_LOOKED_UP if self._lookup is not None else 0)
+        return longest if self._policy.most is None else min(self._policy.most, longest)
+
+    def begin(self, tokens: Sequence[int]) -> Prospect:
+        """A request comes."""
+        return Prospect(None if self._lookup is None else self._lookup.begin(tokens))
+
+    def adopt(self, weights: DrafterWeights) -> None:
+        """The drafter drafts with other weights from now on."""
+        assert self._drafter is not None
+        self._drafter.adopt(weights)
+        self.blocks.expect_change()
+        self._correction.expect_change()
+
+    def choose(self, candidates: Sequence[Candidate], load: Load) -> list[Chosen]:
+        """What each of them verifies in this step."""
+        self._prices, self._draft_s = StepPrices(self._cost, load), 0.0
+        if not candidates:
+            return []
+        found = [self._look_up(each) for each in candidates]
+        blocks: list[Guess | None] = [None] * len(candidates)
+        wanted = self._for_whom(candidates, found)
+        for index, block in zip(wanted, self._draft([candidates[i] for i in wanted]), strict=True):
+            blocks[index] = block
+        for each, *guesses in zip(candidates, blocks, found, strict=True):
+            for guess in filter(None, guesses):
+                each.prospect.expect(guess, len(each.tokens))
+        best = [self._better(block, other) for block, other in zip(blocks, found, strict=True)]
+        widths = self._widths(best, candidates, len(wanted))
+        self.num_plain += not any(widths)
+        drafted = [sum(len(g.token_ids) for g in pair if g) for pair in zip(blocks, found)]
+        return list(map(Chosen, best, widths, drafted))
+
+    def _look_up(self, candidate: Candidate) -> Guess | None:
+        if self._lookup is None or candidate.prospect.lookup is None:
+            return None
+        most = min(self.most, candidate.room)
+        proposal = self._lookup.propose(candidate.prospect.lookup, most)
+        if proposal is None:
+            return None
+        survival = self._lookup.acceptance.survival(proposal)
+        return Guess("lookup", proposal.token_ids, survival, proposal=proposal)
+
+    def _for_whom(self, candidates: Sequence[Candidate], found: Sequence[Guess | None]) -> list[int]:
+        """Whom the drafter drafts for."""
+        if self._drafter is None:
+            return []
+        everyone = list(range(len(candidates)))
+        if not (self._policy.only_if_it_pays and self._cost.is_known):
+            return everyone
+        if self._policy.widths == "survival":
+            wanted = self._worth_drafting(candidates, found)
+        else:
+            wanted = everyone if self._pays_for_all(candidates) else []
+        return wanted or self._probe(candidates)
+
+    def _worth_drafting(
+        self, candidates: Sequence[Candidate], found: Sequence[Guess | None]
+    ) -> list[int]:
+        by_history = [self._by_history(each)[: each.room] for each in candidates]
+        looked_up = [
+            [] if guess is None else guess.survival[: each.room]
+            for guess, each in zip(found, candidates, strict=True)
+        ]
+        prices = self._prices
+        return who_drafts(by_history, looked_up, self._cost.draft, prices.seconds(0)).requests
+
+    def _pays_for_all(self, candidates: Sequence[Candidate]) -> bool:
+        """Whether drafting for all and verifying all of it is faster than plain decoding."""
+        kept = [self._by_history(each)[: min(each.room, self.most)] for each in candidates]
+        emitted = len(candidates) + sum(map(sum, kept))
+        seconds = self._prices.seconds(len(candidates))(np.array([0, sum(map(len, kept))]))
+        plain_s = seconds[0] - float(self._cost.draft(len(candidates)))
+        return bool(emitted / seconds[1] > len(candidates) / plain_s)
+
+    def _probe(self, candidates: Sequence[Candidate]) -> list[int]:
+        """One of them, as far as there is time for it: what follows tells what would be accepted."""
+        price = float(self._cost.draft(1))
+        if self._probes_s < price:
+            return []
+        self._probes_s -= price
+        return [self.num_plain % len(candidates)]
+
+    def _draft(self, candidates: Sequence[Candidate]) -> list[Guess]:
+        if not candidates or self._drafter is None:
+            return []
+        began, sequences = self._clock(), [each.sequence for each in candidates]
+        batch = DraftBatch(
+            keys=[each.key for each in candidates],
+            anchors=[each.tokens[-1] for each in candidates],
+            positions=np.array([each.computed for each in sequences], dtype=np.int32),
+            table=self._table.rows(sequences),
+        )
+        drafts = self._drafter.draft(batch)
+        self._draft_s = self._clock() - began
+        self._cost.observe_draft(len(candidates), self._draft_s)
+        return list(map(self._guess, candidates, drafts))
+
+    def _guess(self, candidate: Candidate, draft: Draft) -> Guess:
+        if draft.survival is None:
+            survival = self._by_history(candidate)
+        else:
+            survival = self._correction.corrected(draft.survival)
+        return Guess("block", draft.token_ids, survival, draft.survival, draft.length)
+
+    def _by_history(self, candidate: Candidate) -> list[float]:
+        return self.blocks.survival(candidate.prospect.record, self._num_drafts)
+
+    def _better(self, block: Guess | None, found: Guess | None) -> Guess | None:
+        """The source with the larger expected gain at the present price of a verified token."""
+        if block is None or found is None:
+            return block or found
+        gain = [self._gain(each.survival) for each in (block, found)]
+        return found if gain[1] > gain[0] else block
+
+    def _gain(self, survival: Sequence[float]) -> float:
+        return sum(max(each - self._token_price, 0.0) for each in survival)
+
+    def _widths(
+        self, guesses: Sequence[Guess | None], candidates: Sequence[Candidate], num_blocks: int
+    ) -> list[int]:
+        rooms = [min(each.room, self.most) for each in candidates]
+        sizes = [
+            0 if guess is None else min(room, len(guess.token_ids))
+            for guess, room in zip(guesses, rooms, strict=True)
+        ]
+        pays = self._policy.only_if_it_pays
+        if self._policy.widths == "survival" and self._cost.is_known:
+            kept = [g.survival[:size] if g else [] for g, size in zip(guesses, sizes, strict=True)]
+            chosen = choose_widths(kept, self._prices.seconds(num_blocks))
+            self._token_price = self._prices.of_token(chosen, num_blocks)
+            return chosen.widths
+        if pays and num_blocks < len(candidates) and self._cost.is_known:
+            return [0] * len(sizes)  # a probe
+        if self._policy.widths == "adaflash":
+            return list(map(_adaflash_width, guesses, sizes))
+        return sizes
+
+    def settle(self, prospect: Prospect, tokens: Sequence[int], *, is_over: bool) -> None:
+        """Learn from what was committed: the request's tokens are these by now."""
+        for outcome in prospect.outcomes(tokens, is_over=is_over):
+            guess, accepted, known = outcome.guess, outcome.accepted, outcome.known
+            if guess.proposal is not None and self._lookup is not None:
+                self._lookup.acceptance.observe(guess.proposal, accepted, known)
+            else:
+                self.blocks.observe(prospect.record, accepted, known)
+            # Behind a wrong token nothing is accepted, also where the text is not known yet.
+            told = len(guess.token_ids) if accepted < known else known
+            for index in range(told):
+                self.calibration[guess.source].observe(guess.survival[index], accepted > index)
+            if guess.stated is not None:
+                self._correction.observe(guess.stated[:told], accepted)
+
+    def extend(self, prospect: Prospect, tokens: Sequence[int]) -> None:
+        """These were committed behind a request's text."""
+        if prospect.lookup is not None:
+            prospect.lookup.extend(tokens)
+
+    def end(self, prospect: Prospect) -> None:
+        """A request's text is finished: others may be looked up in it."""
+        if self._lookup is not None and prospect.lookup is not None:
+            self._lookup.finish(prospect.lookup)
+
+    def observe(self, load: Load, target_s: float, whole_s: float, *, is_decoding: bool) -> None:
+        """Take in what the step that was chosen last took.
+
+        Args:
+            load: all that it computed, drafts included.
+            target_s: of the target's pass and the choice of tokens.
+            whole_s: of the step.
+            is_decoding: whether most of it was decoding; prefill says nothing of drafts.
+        """
+        cost = self._cost
+        cost.observe_target(load.tokens, load.rows, load.keys, target_s)
+        cost.observe_rest(load.running, max(whole_s - target_s - self._draft_s, 0.0))
+        self._probes_s = min(self._probes_s + _PROBE_SHARE * whole_s, _MOST_SAVED_S)
+        if is_decoding and load.tokens > self._prices.load.tokens and cost.is_known:
+            self.pace.note_seconds(whole_s, self._prices.plain_s)
+
+    def outlook(self) -> tuple[float, float | None]:
+        """τ, and what a step with drafts takes of one without, None while that is not known.
+
+        Where nothing is drafted at present: what they would be with blocks as wide as those of a
+        good drafter would be verified.
+        """
+        if self.pace.is_fresh or not self._cost.is_known:
+            return self.pace.emitted, self.pace.price
+        running = max(self._prices.load.decoding, 1)
+        hoped = [[_HOPED ** (i + 1) for i in range(self._num_drafts)]] * running
+        chosen = choose_widths(hoped, self._prices.seconds(running))
+        kept = self.blocks.survival(None, self._num_drafts)[: max(chosen.widths)]
+        return 1.0 + sum(kept), chosen.seconds / self._prices.plain_s
+
+    def figures(self) -> dict[str, object]:
+        """What guesses were worth, by source, and how well that was foreseen."""
+        return {
+            source: {"ece": found.ece, "reliability": found.curve()}
+            for source, found in self.calibration.items()
+            if found.total
+        }
+
+
+def reserved_tokens(drafter: Drafter | None, lookup: Lookup | None) -> int:
+    """Positions behind an anchor that a request's pages must cover."""
+    block = 0 if drafter is None else drafter.block_size
+    return max(block, 0 if lookup is None else _MOST_LOOKED_UP + 1)
+
+
+def _adaflash_width(guess: Guess | None, size: int) -> int:
+    if guess is None or guess.length is None:
+        return size
+    return min(adaflash_width(guess.length, len(guess.token_ids)), size)

@@ -1,0 +1,221 @@
+"""Which drafts are verified: no choice changes a text, and what does not pay is left."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import (
+    BLOCK,
+    ScriptedDrafter,
+    always_wrong,
+    as_requests,
+    decode,
+    guessing,
+    random_prompts,
+    replaying,
+    texts,
+    tiny_model,
+)
+
+from adaflash_batch.engine.cost import StepCost
+from adaflash_batch.engine.decoder import Decoder
+from adaflash_batch.engine.drafting import Draft, DraftBatch
+from adaflash_batch.engine.hindsight import Guess, Prospect
+from adaflash_batch.engine.lookup import Lookup
+from adaflash_batch.engine.speculation import Policy, WidthPolicy
+from adaflash_batch.engine.target import Target
+from adaflash_batch.request import RowKey, Sampling
+from adaflash_batch.stats import SpeculationCounts
+
+NEW = 48
+PAYS = Policy("survival", only_if_it_pays=True)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Target:
+    return Target.of(tiny_model("llama"), "tiny llama")
+
+
+class Machine:
+    """A clock of a machine whose steps take `fixed` and for each token that enters `each`."""
+
+    def __init__(self, target: Target, fixed: float = 1.0, each: float = 0.01) -> None:
+        self._target, self._fixed, self._each = target, fixed, each
+        self._ticks = 0.0
+
+    def __call__(self) -> float:
+        # Every reading is a little later; a pass moves it by its tokens.
+        self._ticks += 1e-6
+        return self._ticks + self._each * self._target.num_forward_tokens
+
+
+class Telling:
+    """Guesses, and says of every draft whether it is right: as well as it can be known."""
+
+    def __init__(self, inner: ScriptedDrafter, truth: ScriptedDrafter) -> None:
+        self._inner, self._truth = inner, truth
+        self.version, self.block_size = inner.version, inner.block_size
+        self.tapped_layers = inner.tapped_layers
+        self.absorb, self.adopt = inner.absorb, inner.adopt
+
+    def draft(self, batch: DraftBatch) -> list[Draft]:
+        pairs = zip(self._inner.draft(batch), self._truth.draft(batch), strict=True)
+        return [Draft(a.token_ids, list(_survival(a.token_ids, b.token_ids))) for a, b in pairs]
+
+
+def _survival(drafts: Sequence[int], truth: Sequence[int]) -> Any:
+    right = (float(a == b) for a, b in zip(drafts, truth, strict=True))
+    return itertools.accumulate(right, min)
+
+
+def together(counts: Any) -> SpeculationCounts:
+    total = SpeculationCounts()
+    for each in counts:
+        total.add(each.counts)
+    return total
+
+
+@pytest.mark.parametrize("widths", ["survival", "adaflash", "fixed"])
+@pytest.mark.parametrize("pays", [True, False])
+@pytest.mark.parametrize("looks_up", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_no_policy_changes_a_text(
+    llama: Target, widths: WidthPolicy, pays: bool, looks_up: bool, temperature: float
+) -> None:
+    sampling = Sampling(max_new_tokens=NEW, temperature=temperature, repetition_penalty=1.1)
+    requests = as_requests(random_prompts(9, longest=20), sampling)
+    plain = texts(decode(llama, requests))
+    done = decode(
+        llama,
+        requests,
+        drafter=guessing(requests, plain, 0.8),
+        lookup=Lookup(max_tokens=1000) if looks_up else None,
+        policy=Policy(widths, only_if_it_pays=pays),
+        clock=Machine(llama),
+        max_running=4,
+    )
+    assert texts(done) == plain
+
+
+def test_no_token_but_known_ones_and_chosen_drafts_enters_the_target(llama: Target) -> None:
+    requests = as_requests(random_prompts(8, longest=12), Sampling(max_new_tokens=NEW))
+    plain = texts(decode(llama, requests))
+    guesser, truth = guessing(requests, plain, 0.8), replaying(requests, plain)
+    telling = Telling(guesser, truth)
+    decoder = Decoder(
+        llama,
+        drafter=lambda num_pages: telling,
+        policy=PAYS,
+        clock=Machine(llama),
+        kv_tokens=4096,
+        max_running=4,
+    )
+    decoder.profile()
+    for request in requests:
+        decoder.add(request)
+    before, done = llama.num_forward_tokens, []
+    while decoder.has_work:
+        done += decoder.step()
+    counts = together(done)
+    passed = llama.num_forward_tokens - before
+    assert passed == decoder.num_prefilled + counts.steps + counts.verified
+    # What is known to be wrong is not verified: nothing is padded to the widest of a batch.
+    assert counts.verified == counts.accepted > 0
+    assert len([width for width, steps in enumerate(counts.verified_hist) if steps]) > 2
+    assert {done.key: done.token_ids for done in done} == plain
+
+
+def test_what_is_never_right_is_hardly_drafted(llama: Target) -> None:
+    requests = as_requests(random_prompts(8, longest=12), Sampling(max_new_tokens=150))
+    plain = texts(decode(llama, requests))
+    wrong = always_wrong(requests, plain)
+    decoder_options = {"policy": PAYS, "clock": Machine(llama), "max_running": 4}
+    done = decode(llama, requests, drafter=wrong, cost=known_cost(), **decoder_options)
+    counts = together(done.values())
+    assert texts(done) == plain
+    assert counts.verified < 0.05 * counts.steps
+    assert wrong.num_calls < 0.1 * counts.steps
+
+
+def test_what_is_right_is_verified(llama: Target) -> None:
+    requests = as_requests(random_prompts(8, longest=12), Sampling(max_new_tokens=100))
+    plain = texts(decode(llama, requests))
+    right = replaying(requests, plain)
+    done = decode(
+        llama, requests, drafter=right, cost=known_cost(), policy=PAYS, clock=Machine(llama)
+    )
+    emitted = together(done.values()).emitted_per_step
+    assert emitted is not None
+    assert emitted > 0.9 * BLOCK
+
+
+def known_cost() -> StepCost:
+    """Of a machine on which a step of four tokens takes hardly more than one of one."""
+    cost = StepCost()
+    for _ in range(6):
+        for tokens in (1, 2, 4, 8, 16, 32, 64):
+            cost.observe_target(tokens, tokens, 20 * tokens, 0.2 + 0.01 * tokens)
+            cost.observe_draft(tokens, 0.05)
+            cost.observe_rest(tokens, 0.01)
+    return cost
+
+
+def test_looked_up_drafts_are_counted_as_such(llama: Target) -> None:
+    prompts = [[5, 6, 7, 8, 9] * 4 for _ in range(6)]
+    requests = as_requests(prompts, Sampling(max_new_tokens=NEW))
+    plain = texts(decode(llama, requests))
+    lookup = Lookup(max_tokens=1000)
+    done = decode(llama, requests, lookup=lookup, policy=Policy("fixed"), max_running=1)
+    counts = together(done.values())
+    assert texts(done) == plain
+    assert counts.lookup_steps == counts.drafting > 0
+    assert counts.lookup_accepted == counts.accepted > 3 * NEW, "all but the first are known"
+    assert counts.lookup_verified == counts.verified
+    assert counts.drafter_first is None
+    assert counts.emitted_per_block_step is None
+
+
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=12),
+    st.lists(st.integers(0, 2), min_size=1, max_size=6),
+    st.integers(0, 2**32),
+)
+def test_hindsight_tells_what_a_full_verification_accepts(
+    text: list[int], guess: list[int], seed: int
+) -> None:
+    """In whatever pieces the text comes, and once."""
+    dice, prospect, prompt = random.Random(seed), Prospect(), [1]
+    prospect.expect(Guess("block", guess, [0.5] * len(guess)), len(prompt))
+    outcomes, at = [], 0
+    while at < len(text):
+        at = min(at + dice.randint(1, 4), len(text))
+        outcomes += prospect.outcomes(prompt + text[:at], is_over=at == len(text))
+    accepted = len(list(itertools.takewhile(lambda p: p[0] == p[1], zip(guess, text))))
+    (outcome,) = outcomes
+    assert outcome.accepted == accepted
+    is_wrong = accepted < min(len(guess), len(text))
+    assert (outcome.accepted < outcome.known) == is_wrong
+    if not is_wrong:
+        assert outcome.known == min(len(guess), len(text))
+
+
+def test_profiling_leaves_texts_alone_and_knows_the_costs(llama: Target) -> None:
+    requests = as_requests(random_prompts(4), Sampling(max_new_tokens=20))
+    plain = texts(decode(llama, requests))
+    decoder = Decoder(llama, lookup=Lookup(max_tokens=99), kv_tokens=4096, max_running=4)
+    before = llama.num_forward_tokens
+    decoder.profile()
+    assert llama.num_forward_tokens == before, "they are counted as work of nobody"
+    assert decoder.cost.is_known
+    for request in requests:
+        decoder.add(request)
+    done: dict[RowKey, list[int]] = {}
+    while decoder.has_work:
+        done |= {each.key: each.token_ids for each in decoder.step()}
+    assert done == plain
