@@ -133,7 +133,7 @@ def _build(given: GivenValues) -> JobSpec:
     wanting = {
         ("speculation", "width"): spec.speculation.width is not None,
         ("speculation", "when"): spec.speculation.when == "always",
-        ("adapt", "when"): spec.adapt.when == "always",
+        ("adapt", "when"): spec.adapt.when in ("even", "always"),
     }
     for (section, name), wants in wanting.items():
         if wants and not drafters:
