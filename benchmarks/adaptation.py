@@ -1,17 +1,18 @@
 """A drafter that learns in a job against one that does not: the command line, all costs charged.
 
 Usage: python benchmarks/adaptation.py shift|memory|scratch --prompts FILE.parquet --out DIR
-           [--drafter DIR] [--rows N] [--shards N] [--swap | --in-turn CORE] [--json FILE]
+           [--drafter DIR] [--rows N] [--shards N] [--aim pays|even|always] [--swap | --in-turn CORE] [--json FILE]
            [-- OPTIONS OF run]
 
-    shift    a job with `--adapt pays` and the same with `--adapt off`: time, τ, tokens/s by shard
+    shift    a job that learns (`--adapt` as `--aim` says) and the same with `--adapt off`: time, τ, tokens/s by shard
     memory   the first half of the rows, then the second half as a job of its own, one drafter store
     scratch  a drafter that was never trained against decoding without one
 
 The two jobs that are compared run at the same time, each with one thread on a core of its own, so
 that whatever else the machine does falls on both; `--swap` does it again on each other's cores.
 `--in-turn` runs them one after the other on one core, where the other core is not free. A part's
-time is when its file was committed: loading, learning, publishing and writing are all in it.
+time is when its file was committed: loading, learning, publishing and writing are all in it. Of
+jobs in turn the seconds of the processor are told, too.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -138,19 +140,27 @@ def pair(
     jobs: dict[str, Job] = {}
     found: dict[str, Any] = {}
     for (name, given), core in zip(options.items(), cores, strict=True):
+        before = _processor_seconds()
         jobs[name] = Job(out / name, inputs, core, given)
         if len(set(cores)) == 1:
             found[name] = jobs[name].finish()
+            found[name]["processor_s"] = round(_processor_seconds() - before, 1)
     found = found or {name: job.finish() for name, job in jobs.items()}
     first, second = (job.texts() for job in jobs.values())
     same = sum(a == b for a, b in zip(first, second, strict=True))
     return {**found, "rows": len(first), "same_texts": same}
 
 
+def _processor_seconds() -> float:
+    """Of all processes that were waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def shift(given: argparse.Namespace, inputs: list[Path], cores: Sequence[int]) -> dict[str, Any]:
     """Learning against not learning."""
     common = ["--drafter", str(given.drafter), *given.options]
-    options = {"adapted": [*common, "--adapt", "pays"], "frozen": [*common, "--adapt", "off"]}
+    options = {"adapted": [*common, "--adapt", given.aim], "frozen": [*common, "--adapt", "off"]}
     found = pair(given.out / f"shift-{cores[0]}", inputs, options, cores)
     found["time_ratio"] = found["adapted"]["seconds"] / found["frozen"]["seconds"]
     found["tau_ratio_last_quarter"] = _last_quarter(found["adapted"]) / _last_quarter(
@@ -205,6 +215,7 @@ def main() -> None:
     parser.add_argument("--drafter", type=Path, default=default)
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--shards", type=int, default=20)
+    parser.add_argument("--aim", choices=["pays", "even", "always"], default="pays")
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--swap", action="store_true")
     order.add_argument("--in-turn", type=int, metavar="CORE")
