@@ -1,10 +1,11 @@
 """A drafter that learns in a job against one that does not: the command line, all costs charged.
 
 Usage: python benchmarks/adaptation.py shift|memory|scratch --prompts FILE.parquet --out DIR
-           [--drafter DIR] [--rows N] [--shards N] [--aim pays|even|always] [--swap | --in-turn CORE] [--json FILE]
-           [-- OPTIONS OF run]
+           [--drafter DIR] [--rows N] [--shards N] [--aim pays|even|always]
+           [--swap | --in-turn CORE] [--json FILE] [-- OPTIONS OF run]
 
-    shift    a job that learns (`--adapt` as `--aim` says) and the same with `--adapt off`: time, τ, tokens/s by shard
+    shift    a job that learns, to the end that `--aim` says, and the same with `--adapt off`:
+             time, τ, tokens/s by shard
     memory   the first half of the rows, then the second half as a job of its own, one drafter store
     scratch  a drafter that was never trained against decoding without one
 
