@@ -8,7 +8,7 @@ from math import exp
 import torch
 
 from adaflash_batch.adapt.balance import Outlook
-from adaflash_batch.adapt.control import Rules
+from adaflash_batch.adapt.control import Aim, Rules
 from adaflash_batch.adapt.inline import InlineLearning
 from adaflash_batch.adapt.losses import Head, Objective
 from adaflash_batch.adapt.placement import Place, Placement, place_for
@@ -33,6 +33,8 @@ from adaflash_batch.spec import JobSpec
 # Tokens that the pace of decoding looks back on, and the fewest that tell it.
 _SPAN, _ENOUGH = 2000.0, 200.0
 
+_AIMS: dict[str, Aim] = {"pays": "fastest", "even": "even", "always": "most"}
+
 
 def learning_plan(spec: JobSpec, sampling: Sampling) -> LearningPlan:
     """What a job's description says of learning."""
@@ -40,7 +42,7 @@ def learning_plan(spec: JobSpec, sampling: Sampling) -> LearningPlan:
     return LearningPlan(
         job=spec.output.directory,
         longest=sampling.max_new_tokens,
-        rules=Rules(share=adapt.share, only_if_it_pays=adapt.when == "pays"),
+        rules=Rules(share=adapt.share, aim=_AIMS[adapt.when]),
         round=RoundPlan(
             updates=adapt.updates,
             batch=adapt.batch,
@@ -132,7 +134,7 @@ class JobLearning:
 
     def _is_worth_beginning(self, ahead: Outlook) -> bool:
         rules = self._plan.rules
-        if not rules.only_if_it_pays:
+        if rules.aim == "most":
             return True
         is_long = rules.risk * ahead.seconds >= rules.least_risked
         self._is_short = self._pace.is_known and not is_long

@@ -144,7 +144,7 @@ def _check_drafts(spec: JobSpec, given: GivenValues) -> None:
         ("speculation", "width"): speculation.width is not None and not has_drafts,
         ("speculation", "when"): speculation.when == "always" and not has_drafts,
         ("speculation", "widths"): speculation.widths == "adaflash" and not has_drafter,
-        ("adapt", "when"): spec.adapt.when == "always" and not has_drafter,
+        ("adapt", "when"): spec.adapt.when in ("even", "always") and not has_drafter,
     }
     for (section, name), is_vain in wanting.items():
         if is_vain:

@@ -206,8 +206,8 @@ class AdaptSection(BaseModel):
 
     model_config = _SECTION
 
-    when: Literal["pays", "always", "off"] = "pays"
-    """Learn while it pays within the job, all the time (for later jobs), or never."""
+    when: Literal["pays", "even", "always", "off"] = "pays"
+    """Learn while it pays within the job; all it can bear; all the time, for later jobs; never."""
     share: Share = 0.5
     """Most of the time that learning may take."""
     parameters: Literal["all", "new", "lora"] = "all"

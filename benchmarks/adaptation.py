@@ -1,15 +1,19 @@
 """A drafter that learns in a job against one that does not: the command line, all costs charged.
 
 Usage: python benchmarks/adaptation.py shift|memory|scratch --prompts FILE.parquet --out DIR
-           [--drafter DIR] [--rows N] [--shards N] [--swap] [--json FILE] [-- OPTIONS OF run]
+           [--drafter DIR] [--rows N] [--shards N] [--aim pays|even|always]
+           [--swap | --in-turn CORE] [--json FILE] [-- OPTIONS OF run]
 
-    shift    a job with `--adapt pays` and the same with `--adapt off`: time, τ, tokens/s by shard
+    shift    a job that learns, to the end that `--aim` says, and the same with `--adapt off`:
+             time, τ, tokens/s by shard
     memory   the first half of the rows, then the second half as a job of its own, one drafter store
     scratch  a drafter that was never trained against decoding without one
 
 The two jobs that are compared run at the same time, each with one thread on a core of its own, so
-that whatever else the machine does falls on both; `--swap` does it again on each other's cores. A
-part's time is when its file was committed: loading, learning, publishing and writing are all in it.
+that whatever else the machine does falls on both; `--swap` does it again on each other's cores.
+`--in-turn` runs them one after the other on one core, where the other core is not free. A part's
+time is when its file was committed: loading, learning, publishing and writing are all in it. Of
+jobs in turn the seconds of the processor are told, too.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -130,23 +135,34 @@ def split(prompts: Path, folder: Path, rows: int, shards: int) -> list[Path]:
 
 
 def pair(
-    out: Path, inputs: Sequence[Path], options: dict[str, list[str]], is_swapped: bool
+    out: Path, inputs: Sequence[Path], options: dict[str, list[str]], cores: Sequence[int]
 ) -> dict[str, Any]:
-    """Two jobs at the same time; what they did, and how many texts are the same."""
-    cores = (1, 0) if is_swapped else (0, 1)
-    named = zip(options.items(), cores, strict=True)
-    jobs = {name: Job(out / name, inputs, core, given) for (name, given), core in named}
-    found: dict[str, Any] = {name: job.finish() for name, job in jobs.items()}
+    """Two jobs, at the same time or on one core in turn; how many of their texts are the same."""
+    jobs: dict[str, Job] = {}
+    found: dict[str, Any] = {}
+    for (name, given), core in zip(options.items(), cores, strict=True):
+        before = _processor_seconds()
+        jobs[name] = Job(out / name, inputs, core, given)
+        if len(set(cores)) == 1:
+            found[name] = jobs[name].finish()
+            found[name]["processor_s"] = round(_processor_seconds() - before, 1)
+    found = found or {name: job.finish() for name, job in jobs.items()}
     first, second = (job.texts() for job in jobs.values())
     same = sum(a == b for a, b in zip(first, second, strict=True))
     return {**found, "rows": len(first), "same_texts": same}
 
 
-def shift(given: argparse.Namespace, inputs: list[Path], is_swapped: bool) -> dict[str, Any]:
+def _processor_seconds() -> float:
+    """Of all processes that were waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def shift(given: argparse.Namespace, inputs: list[Path], cores: Sequence[int]) -> dict[str, Any]:
     """Learning against not learning."""
     common = ["--drafter", str(given.drafter), *given.options]
-    options = {"adapted": [*common, "--adapt", "pays"], "frozen": [*common, "--adapt", "off"]}
-    found = pair(given.out / f"shift-{int(is_swapped)}", inputs, options, is_swapped)
+    options = {"adapted": [*common, "--adapt", given.aim], "frozen": [*common, "--adapt", "off"]}
+    found = pair(given.out / f"shift-{cores[0]}", inputs, options, cores)
     found["time_ratio"] = found["adapted"]["seconds"] / found["frozen"]["seconds"]
     found["tau_ratio_last_quarter"] = _last_quarter(found["adapted"]) / _last_quarter(
         found["frozen"]
@@ -159,19 +175,18 @@ def _last_quarter(job: dict[str, Any]) -> float:
     return statistics.fmean(taus[-(-len(taus) * 3 // 4) :])
 
 
-def memory(given: argparse.Namespace, inputs: list[Path], is_swapped: bool) -> dict[str, Any]:
+def memory(given: argparse.Namespace, inputs: list[Path], cores: Sequence[int]) -> dict[str, Any]:
     """Two jobs of one domain, one after the other, with one store."""
-    out, half = given.out / f"memory-{int(is_swapped)}", len(inputs) // 2
+    out, half = given.out / f"memory-{cores[0]}", len(inputs) // 2
     common = ["--drafter-store", str(out / "store"), "--drafter", str(given.drafter)]
     common += [*given.options, "--adapt", "always"]
     halves = {"first": inputs[:half], "second": inputs[half:]}
     return {
-        name: Job(out / name, shards, int(is_swapped), common).finish()
-        for name, shards in halves.items()
+        name: Job(out / name, shards, cores[0], common).finish() for name, shards in halves.items()
     }
 
 
-def scratch(given: argparse.Namespace, inputs: list[Path], is_swapped: bool) -> dict[str, Any]:
+def scratch(given: argparse.Namespace, inputs: list[Path], cores: Sequence[int]) -> dict[str, Any]:
     """A drafter of random weights against none."""
     folder = given.out / "random"
     if not folder.exists():
@@ -184,7 +199,7 @@ def scratch(given: argparse.Namespace, inputs: list[Path], is_swapped: bool) -> 
         "random": ["--drafter", str(folder), *given.options],
         "plain": ["--drafter", "none", *given.options],
     }
-    found = pair(given.out / f"scratch-{int(is_swapped)}", inputs, options, is_swapped)
+    found = pair(given.out / f"scratch-{cores[0]}", inputs, options, cores)
     found["time_ratio"] = found["random"]["seconds"] / found["plain"]["seconds"]
     return found
 
@@ -201,7 +216,10 @@ def main() -> None:
     parser.add_argument("--drafter", type=Path, default=default)
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--shards", type=int, default=20)
-    parser.add_argument("--swap", action="store_true")
+    parser.add_argument("--aim", choices=["pays", "even", "always"], default="pays")
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--swap", action="store_true")
+    order.add_argument("--in-turn", type=int, metavar="CORE")
     parser.add_argument("--json", type=Path)
     words = sys.argv[1:]
     place = words.index("--") if "--" in words else len(words)
@@ -209,9 +227,8 @@ def main() -> None:
     given.options = words[place + 1 :]
     inputs = split(given.prompts, given.out / "shards", given.rows, given.shards)
     study = {"shift": shift, "memory": memory, "scratch": scratch}[given.study]
-    turns = [
-        study(given, inputs, swapped) for swapped in ([False, True] if given.swap else [False])
-    ]
+    orders = [(given.in_turn,) * 2] if given.in_turn is not None else [(0, 1)]
+    turns = [study(given, inputs, cores) for cores in orders + [(1, 0)] * given.swap]
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True
     ).stdout.strip()

@@ -5,6 +5,7 @@ remedies against forgetting can be compared on the very same stream, with the le
 
 Usage: python benchmarks/learning_stream.py --model DIR --drafter DIR --stream STORE[:TEXTS] ...
            [--old STORE[:TEXTS] ...] [--set NAME=VALUE ...] --out results.jsonl
+TEXTS is a number of the first ones, or FROM-TO, counted from 0 and without TO.
 
 τ of a shard is that of a whole walk through its texts (adapt/evaluate.py) with the weights that
 would be served when it begins. `--old` texts are never learnt from: their τ after each shard is
@@ -175,12 +176,13 @@ def target_table(model: Path) -> Tensor:
 
 
 def entries(source: str, layers: tuple[int, ...]) -> list[StoredTrajectory]:
-    """The first texts of a folder of chunks, FOLDER[:TEXTS]; facts.json is beside it."""
-    path, _, count = source.partition(":")
+    """Texts of a folder of chunks, FOLDER[:TEXTS]; facts.json is beside it."""
+    path, _, wanted = source.partition(":")
     facts = json.loads((Path(path).parent / "facts.json").read_text())
     taps = Taps(tuple(facts["target_layers"]), layers)
     found = TrajectoryStore(Path(path), 2**60, print, taps=taps).entries()
-    return found[: int(count)] if count else found
+    begin, _, end = wanted.rpartition("-")
+    return found[int(begin or 0) : int(end)] if wanted else found
 
 
 def run(model: Path, folder: Path, streams: list[str], olds: list[str], settings: Settings) -> Any:
@@ -191,10 +193,11 @@ def run(model: Path, folder: Path, streams: list[str], olds: list[str], settings
         {"old": {name: stream.measure(texts) for name, texts in old.items()}}
     ]
     print(record[0], flush=True)
-    for source in streams:
+    for number, source in enumerate(streams):
         stored = entries(source, stream.layers)
         for begin in range(0, len(stored) - settings.shard + 1, settings.shard):
             texts = [entry.read() for entry in stored[begin : begin + settings.shard]]
+            texts = [dataclasses.replace(t, key=t.key._replace(shard=number)) for t in texts]
             tau = stream.measure(texts[: settings.measured])
             seconds, report = stream.learn(texts)
             taus = {name: stream.measure(kept) for name, kept in old.items()}
@@ -211,8 +214,8 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--drafter", type=Path, required=True)
-    parser.add_argument("--stream", action="append", required=True, help="FOLDER[:TEXTS]")
-    parser.add_argument("--old", action="append", default=[], help="FOLDER[:TEXTS]")
+    parser.add_argument("--stream", action="append", required=True, help="STORE[:TEXTS]")
+    parser.add_argument("--old", action="append", default=[], help="STORE[:TEXTS]")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--name", default="", help="of the run, in the results")
     parser.add_argument("--out", type=Path, required=True)

@@ -299,6 +299,27 @@ def test_what_learning_brings_is_spent_again() -> None:
     assert decide_ahead(control, 200.0, ahead) == "wait", "a part of that is trusted"
 
 
+def test_what_a_job_can_bear_is_learnt_for_later_ones() -> None:
+    """Where a round brings nothing more within the job, but earlier ones have brought much."""
+    rules = dataclasses.replace(RULES, risk=0.03, aim="even", trust=0.5)
+    fastest = LearningControl(dataclasses.replace(rules, aim="fastest"))
+    even = LearningControl(rules)
+    ahead = Outlook(1000.0, 1.0)
+    for control in (fastest, even):
+        control.decide(0.0, ahead)
+        control.charge(9.5)
+        control.end_round(0.25)
+        control.expected_gain = 0.0
+    assert fastest.decide(20.0, ahead).kind == "stop"
+    assert even.decide(20.0, ahead).kind == "learn"
+    # 125 s of what is ahead are trusted, and 30 s may be lost.
+    even.balance.spent = 140.0
+    assert even.decide(30.0, ahead).kind == "learn"
+    even.balance.spent = 165.0
+    assert even.decide(40.0, ahead).kind == "wait"
+    assert even.decide(2000.0, Outlook(10.0, 1.0)).kind == "learn", "what it brought is spent again"
+
+
 def decide_ahead(control: LearningControl, now: float, ahead: Outlook) -> str:
     control.expected_gain = 0.1
     return control.decide(now, ahead).kind
@@ -309,7 +330,7 @@ def test_a_short_job_learns_nothing() -> None:
     control.decide(0.0, Outlook(6600.0, 0.01))
     verdict = control.decide(1.0, Outlook(6500.0, 0.01))
     assert (verdict.kind, "too short" in verdict.reason) == ("wait", True)
-    always = LearningControl(dataclasses.replace(RULES, only_if_it_pays=False))
+    always = LearningControl(dataclasses.replace(RULES, aim="most"))
     assert [always.decide(now, Outlook(0.0, 0.0)).kind for now in (0.0, 1.0)] == ["wait", "learn"]
 
 

@@ -152,12 +152,12 @@ def test_a_plan_is_what_the_job_says() -> None:
     spec = JobSpec.from_sources(None, overrides, flags)
     plan = learning_plan(spec, Sampling(max_new_tokens=77, seed=5))
     assert (plan.job, plan.longest, plan.memory_bytes) == ("out", 77, 3 * 2**20)
-    assert (plan.rules.share, plan.rules.only_if_it_pays) == (0.25, False)
+    assert (plan.rules.share, plan.rules.aim) == (0.25, "most")
     assert (plan.objective.kind, plan.objective.ce_weight, plan.objective.clip) == ("ce", 0.5, 0.5)
     assert (plan.gamma, plan.anchors, plan.optimiser, plan.replay_share) == (2.5, 7, "adamw", 0.1)
     found = plan.round
     assert (found.updates, found.batch, found.rate, found.least_new) == (3, 5, 0.01, 9)
     assert (found.averaging, found.pull, found.seed) == (0.9, 0.2, 5)
     usual = learning_plan(JobSpec.from_sources(flags=flags), Sampling())
-    assert usual.rules.only_if_it_pays
+    assert usual.rules.aim == "fastest"
     assert (usual.round.least_new, usual.round.updates) == (64, 16)

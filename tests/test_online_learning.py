@@ -34,7 +34,7 @@ from adaflash_batch.stats import SpeculationCounts
 
 PLENTY = 2**26
 PLAN = RoundPlan(updates=20, batch=6, rate=1e-2, least_new=12, least_held_back=2)
-ALWAYS = Rules(share=1.0, most_saved=1e9, only_if_it_pays=False)
+ALWAYS = Rules(share=1.0, most_saved=1e9, aim="most")
 
 
 @dataclasses.dataclass

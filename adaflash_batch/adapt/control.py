@@ -23,6 +23,8 @@ from typing import Literal, NamedTuple
 from adaflash_batch.adapt.balance import Balance, Outlook
 from adaflash_batch.stats import SpeculationCounts
 
+Aim = Literal["fastest", "even", "most"]
+
 
 class Verdict(NamedTuple):
     """Whether to go on learning now.
@@ -107,7 +109,8 @@ class Rules:
         trust: share of what a gain promises for the time ahead that counts as brought already.
         hope: what learning is expected to add to τ in the end while it is too low for drafting to
             pay, as a share of it; the risk bounds what that costs.
-        only_if_it_pays: False looks at the share of the time alone: later jobs gain, too.
+        aim: `fastest` learns what pays within the job; `even`, for later jobs, all that the job can
+            bear without being the slower for it; `most` looks at the share of the time alone.
     """
 
     share: float = 0.5
@@ -121,7 +124,7 @@ class Rules:
     least_risked: float = 2.0
     trust: float = 0.3
     hope: float = 2.0
-    only_if_it_pays: bool = True
+    aim: Aim = "fastest"
 
 
 class LearningControl:
@@ -177,8 +180,11 @@ class LearningControl:
         """
         is_left = self._allowance.is_left(now)
         self.balance.pass_time(now, ahead)
-        if self._rules.only_if_it_pays:
-            verdict = self._worth(ahead, self._price_left(round_done))
+        price = self._price_left(round_done)
+        if self._rules.aim == "fastest":
+            verdict = self._worth(ahead, price)
+        elif self._rules.aim == "even":
+            verdict = self._bearable(ahead, price or 0.0, "learning goes on while the job bears it")
         else:
             verdict = Verdict("learn", "learning goes on for as long as the job does")
         if verdict.kind == "learn" and not is_left:
