@@ -31,6 +31,7 @@ _ENOUGH = 16
 _ENOUGH_DRAFTS = 3
 _MOST_UNSETTLED = 24
 _KEPT_PER_BIN = 8
+_MOST = 1e15  # no seconds or keys read are more
 _WORKS = {"target": 2, "draft": 0, "rest": 0}
 
 
@@ -190,10 +191,10 @@ def _refill(curve: CostCurve, parts: object, name: str, num_works: int) -> bool:
     for row in rows:
         if not isinstance(row, list) or len(row) != 2 + num_works:
             return False
-        if not all(isinstance(each, int | float) and math.isfinite(each) for each in row):
+        if not all(isinstance(each, int | float) and 0 <= each < _MOST for each in row):
             return False
         count, seconds, *work = row
-        if not (count >= 1 and _is_time(seconds) and min(work, default=0) >= 0):
+        if count < 1 or seconds == 0:
             return False
         curve.settle(curve.add(round(count), work, seconds), seconds)
     return True
