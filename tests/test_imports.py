@@ -114,6 +114,7 @@ WITHOUT_TORCH = [
     *("durable", "errors", "exchange", "request", "spec", "spec_sections", "spec_sources"),
     "stats",
     *("engine.pages", "engine.scheduler", "report.live", "summary"),
+    *("engine.cost", "engine.cost_curve", "engine.widths", "engine.acceptance"),
     *("adapt.balance", "adapt.control", "adapt.replay", "adapt.round_report"),
     *(module.removeprefix(f"{PACKAGE}.") for module in MODULES if room_of(module) == "shards"),
 ]

@@ -1,41 +1,206 @@
-"""temp"""
+"""What drafts of late were worth, and whether what was promised of them came true.
+
+A block of drafts is compared with the text that came behind its anchor (hindsight), however few of
+them were verified. It is accepted up to the first that differs, so each place of the block that was
+reached says whether one more draft was right. Where the text ends before the block does the rest is
+not known and counts neither way: the estimate is Kaplan and Meier's, with forgetting.
+"""
+
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-_SPAN=400.0
+from itertools import accumulate
+from operator import mul
+from typing import TypedDict
+
+# Blocks that the shared curve looks back on, and tries that a request's record does.
+_SPAN = 1000.0
+_OWN_SPAN = 100.0
+# The first draft's chance before any was seen, and the tries that this (or, further back in the
+# block, the chance at the place before) counts as. It is high so that drafting is tried.
+_FIRST_CHANCE = 0.9
+_PRIOR_TRIES = 4.0
+# Tries of old weights that still count once there are new ones.
+_KEPT_TRIES = 8.0
+# Tries that the shared curve counts as beside a request's own.
+_SHARED_TRIES = 12.0
+_MOST_SHIFT = 8.0
+# Blocks after which records are held against a newer curve.
+_MOST_AGE = 32
+_LEAST_CHANCE, _MOST_CHANCE = 0.001, 0.999
+_NUM_BINS = 10
+
+
 @dataclass(slots=True)
 class RequestRecord:
-    reached: float = 0.0
-    right: float = 0.0
+    """How the drafts of one request fared against those of all, older ones counting less.
+
+    Attributes:
+        tries: places of its blocks that were reached and known.
+        passed: of them, those whose draft was right.
+        expected: those that would have been by the shared curve.
+    """
+
+    tries: float = 0.0
+    passed: float = 0.0
     expected: float = 0.0
-class AcceptanceHistory:
-    def __init__(self)->None:
-        self._reached: list[float]=[]; self._right: list[float]=[]
-    def observe(self, record, accepted:int, known:int)->None:
-        keep=1-1/_SPAN
-        for i in range(min(accepted+1,known)):
-            if i>=len(self._reached): self._reached.append(0.0); self._right.append(0.0)
-            self._reached[i]=self._reached[i]*keep+1; self._right[i]=self._right[i]*keep+(i<accepted)
-            if record is not None:
-                record.reached+=1; record.right+=i<accepted; record.expected+=self._rate(i)
-    def _rate(self,i:int)->float:
-        if i>=len(self._reached): return 0.8
-        return (self._right[i]+0.8*4)/(self._reached[i]+4)
-    def survival(self, record, num_drafts:int)->list[float]:
-        k=1.0
-        if record is not None: k=(record.right+16*.7)/(record.expected+16*.7)
-        out=[];s=1.0
-        for i in range(num_drafts):
-            s*=min(self._rate(i)*k,0.98); out.append(s)
-        return out
-    def expect_change(self)->None:
-        self._reached=[x*.1 for x in self._reached]; self._right=[x*.1 for x in self._right]
-class Calibration:
-    def __init__(self)->None:
-        self.total=0; self._n=[0]*10; self._p=[0.0]*10; self._h=[0]*10
-    def observe(self,predicted:float,happened:bool)->None:
-        b=min(int(predicted*10),9); self.total+=1; self._n[b]+=1; self._p[b]+=predicted; self._h[b]+=happened
+
     @property
-    def ece(self)->float|None:
-        return sum(abs(p-h) for p,h in zip(self._p,self._h))/self.total if self.total else None
-    def curve(self)->list:
-        return [[n,p/n,h/n] for n,p,h in zip(self._n,self._p,self._h) if n]
+    def shift(self) -> float:
+        """The power to which its survival is the shared one: above 1 where it fares worse.
+
+        Its chance of one more right draft is a posterior mean that begins at the shared chance.
+        """
+        if self.tries == 0.0:
+            return 1.0
+        shared = _bounded(self.expected / self.tries)
+        own = (self.passed + _SHARED_TRIES * shared) / (self.tries + _SHARED_TRIES)
+        shift = math.log(_bounded(own)) / math.log(shared)
+        return min(max(shift, 1.0 / _MOST_SHIFT), _MOST_SHIFT)
+
+
+class AcceptanceHistory:
+    """The survival curve of a source of drafts, and how single requests differ from it.
+
+    Args:
+        num_drafts: in a block.
+    """
+
+    def __init__(self, num_drafts: int) -> None:
+        self._tries = [0.0] * num_drafts
+        self._passed = [0.0] * num_drafts
+        self._chances = [_FIRST_CHANCE] * num_drafts
+        self._age = 0  # blocks that came since these were told
+
+    def observe(self, record: RequestRecord | None, accepted: int, known: int) -> None:
+        """Take in a block of a request.
+
+        Args:
+            record: of the request, updated too.
+            accepted: drafts that the text went on with; at most `known`.
+            known: drafts whose place the text has reached.
+        """
+        known = min(known, len(self._tries))
+        reached = min(accepted + 1, known)
+        if record is not None and reached > 0:
+            _count(record, self._fresh(_MOST_AGE)[:reached], min(accepted, known))
+        # Places seldom reached forget as fast as the rest, lest they speak of other times.
+        keep = 1.0 - (reached > 0) / _SPAN
+        for place in range(len(self._tries)):
+            self._tries[place] = self._tries[place] * keep + (place < reached)
+            self._passed[place] = self._passed[place] * keep + (place < min(accepted, reached))
+        self._age += 1
+
+    def survival(
+        self, record: RequestRecord | None = None, num_drafts: int | None = None
+    ) -> list[float]:
+        """How likely drafts 0..i of a block are all right, for each i.
+
+        Args:
+            record: of the request that it is for; None for any of them.
+            num_drafts: first drafts wanted; None wants all.
+        """
+        curve = accumulate(self._fresh(0)[:num_drafts], mul)
+        shift = 1.0 if record is None else record.shift
+        return [chance**shift for chance in curve]
+
+    @property
+    def tau(self) -> float:
+        """Tokens that a step is expected to emit of a request, all drafts verified."""
+        return 1.0 + sum(self.survival())
+
+    def expect_change(self) -> None:
+        """The drafts come from other weights: what was seen says little now."""
+        for place, tries in enumerate(self._tries):
+            keep = min(1.0, _KEPT_TRIES / tries) if tries else 1.0
+            self._tries[place] *= keep
+            self._passed[place] *= keep
+        self._age += _MOST_AGE + 1
+
+    def _fresh(self, most_age: int) -> list[float]:
+        """At each place: how likely its draft is right, if all before it are."""
+        if self._age <= most_age:
+            return self._chances
+        chances, chance = [], _FIRST_CHANCE
+        for tries, passed in zip(self._tries, self._passed, strict=True):
+            chance = (passed + _PRIOR_TRIES * chance) / (tries + _PRIOR_TRIES)
+            chances.append(chance)
+        self._chances, self._age = chances, 0
+        return chances
+
+
+def _count(record: RequestRecord, chances: Sequence[float], accepted: int) -> None:
+    keep = math.exp(-len(chances) / _OWN_SPAN)
+    record.tries = record.tries * keep + len(chances)
+    record.passed = record.passed * keep + accepted
+    record.expected = record.expected * keep + sum(chances)
+
+
+def _bounded(chance: float) -> float:
+    return min(max(chance, _LEAST_CHANCE), _MOST_CHANCE)
+
+
+class Reliability(TypedDict):
+    """A point of a reliability curve.
+
+    predicted: mean of what was predicted.
+    happened: share that came true.
+    count: predictions.
+    """
+
+    predicted: float
+    happened: float
+    count: int
+
+
+@dataclass(slots=True)
+class Calibration:
+    """Whether predicted chances came true, in ten bins of the prediction.
+
+    Attributes:
+        counts, predicted, happened: of each bin: predictions, their sum, and how many came true.
+    """
+
+    counts: list[int] = field(default_factory=lambda: [0] * _NUM_BINS)
+    predicted: list[float] = field(default_factory=lambda: [0.0] * _NUM_BINS)
+    happened: list[int] = field(default_factory=lambda: [0] * _NUM_BINS)
+
+    def observe(self, predicted: float, happened: bool) -> None:
+        """Count a prediction from 0 to 1."""
+        place = min(int(predicted * _NUM_BINS), _NUM_BINS - 1)
+        self.counts[place] += 1
+        self.predicted[place] += predicted
+        self.happened[place] += happened
+
+    def observe_block(self, survival: Sequence[float], accepted: int, known: int) -> None:
+        """Count a block's predictions, see AcceptanceHistory: of its known places, no others."""
+        for place, predicted in enumerate(survival[:known]):
+            self.observe(predicted, place < accepted)
+
+    def add(self, other: Calibration) -> None:
+        """Add another's counts to these."""
+        for place in range(_NUM_BINS):
+            self.counts[place] += other.counts[place]
+            self.predicted[place] += other.predicted[place]
+            self.happened[place] += other.happened[place]
+
+    @property
+    def ece(self) -> float | None:
+        """Expected calibration error: the mean distance of the curve; None before anything."""
+        total = sum(self.counts)
+        if not total:
+            return None
+        pairs = zip(self.predicted, self.happened, strict=True)
+        return sum(abs(predicted - happened) for predicted, happened in pairs) / total
+
+    def curve(self) -> list[Reliability]:
+        """The bins that hold something, from the lowest on; plain JSON."""
+        return [
+            {"predicted": predicted / count, "happened": happened / count, "count": count}
+            for count, predicted, happened in zip(
+                self.counts, self.predicted, self.happened, strict=True
+            )
+            if count
+        ]

@@ -125,12 +125,12 @@ class Speculator:
         clock: Callable[[], float],
     ) -> None:
         self.num_plain = 0
-        self.blocks = AcceptanceHistory()
         self.calibration = {"block": Calibration(), "lookup": Calibration()}
         self._policy, self._drafter, self._lookup = policy, drafter, lookup
         self._cost, self._table, self._clock = cost, table, clock
         self._correction = Correction()
         self._num_drafts = 0 if drafter is None else drafter.block_size - 1
+        self.blocks = AcceptanceHistory(self._num_drafts)
         self._prices = StepPrices(cost, Load(1, 1, 1, 1))
         self._token_price = 0.0
         self._probes_s = 0.0  # seconds that probes may take
@@ -246,7 +246,7 @@ class Speculator:
         return Guess("block", draft.token_ids, survival, draft.survival, draft.length)
 
     def _by_history(self, candidate: Candidate) -> list[float]:
-        return self.blocks.survival(candidate.prospect.record, self._num_drafts)
+        return self.blocks.survival(candidate.prospect.record)
 
     def _better(self, block: Guess | None, found: Guess | None) -> Guess | None:
         """The source with the larger expected gain at the present price of a verified token."""
@@ -288,8 +288,7 @@ class Speculator:
                 self.blocks.observe(prospect.record, accepted, known)
             # Behind a wrong token nothing is accepted, also where the text is not known yet.
             told = len(guess.token_ids) if accepted < known else known
-            for index in range(told):
-                self.calibration[guess.source].observe(guess.survival[index], accepted > index)
+            self.calibration[guess.source].observe_block(guess.survival, accepted, told)
             if guess.stated is not None:
                 self._correction.observe(guess.stated[:told], accepted)
 
@@ -330,7 +329,7 @@ class Speculator:
         running = max(self._prices.load.decoding, 1)
         hoped = [[_HOPED ** (i + 1) for i in range(self._num_drafts)]] * running
         chosen = choose_widths(hoped, self._prices.seconds(running))
-        kept = self.blocks.survival(None, self._num_drafts)[: max(chosen.widths)]
+        kept = self.blocks.survival()[: max(chosen.widths)]
         return 1.0 + sum(kept), chosen.seconds / self._prices.plain_s
 
     def figures(self) -> dict[str, object]:
@@ -338,7 +337,7 @@ class Speculator:
         return {
             source: {"ece": found.ece, "reliability": found.curve()}
             for source, found in self.calibration.items()
-            if found.total
+            if found.ece is not None
         }
 
 

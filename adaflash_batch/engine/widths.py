@@ -55,15 +55,20 @@ def choose_widths(
     Args:
         survivals: of each request, how likely drafts 0..i are all right; where one is higher than
             that before it, it counts as that one. Lists, or an array [R, K].
-        seconds: what the step takes with n drafts in it, for an array of n.
+        seconds: what the step takes with n drafts in it, for an array of n; never less for more.
     """
     table = _table(survivals)
+    return _best(table, seconds(np.arange(table.size + 1)))
+
+
+def _best(table: Floats, seconds: Floats) -> Widths:
+    """The choice, of rows [R, K] that fall and seconds [R * K + 1]."""
     # Drafts in the order of their places in the block: a stable sort keeps that among equals.
     flat = table.T.ravel()
     order = np.argsort(-flat, kind="stable")
     order = order[: int(np.count_nonzero(flat > 0.0))]
-    emitted = len(survivals) + np.concatenate(([0.0], np.cumsum(flat[order])))
-    taken = np.maximum(seconds(np.arange(len(emitted))), _LEAST_SECONDS)
+    emitted = len(table) + np.concatenate(([0.0], np.cumsum(flat[order])))
+    taken = np.maximum(seconds[: len(emitted)], _LEAST_SECONDS)
     best = int(np.argmax(emitted / taken))
     widths = np.bincount(order[:best] % max(len(table), 1), minlength=len(table))
     return Widths(widths.tolist(), float(emitted[best]), float(taken[best]))
@@ -117,10 +122,11 @@ def who_drafts(
     order = np.argsort(-gains, kind="stable")[: int(np.count_nonzero(gains > 0.0))]
     sizes = _levels(len(order))
     prices = draft_seconds(np.array(sizes, dtype=np.int64)).tolist()
+    verifying = seconds(np.arange(max(bought.shape[1], owned.shape[1]) * len(owned) + 1))
     best: Drafting | None = None
     for size, price in zip(sizes, prices, strict=True):
         chosen = np.sort(order[:size])
-        step = choose_widths(_mixed(bought, owned, chosen), _later(seconds, price if size else 0.0))
+        step = _best(_mixed(bought, owned, chosen), verifying + (price if size else 0.0))
         if best is None or step.speed > best.step.speed:
             best = Drafting(chosen.tolist(), step)
     assert best is not None
@@ -134,10 +140,6 @@ def _mixed(bought: Floats, owned: Floats, chosen: Integers) -> Floats:
     table[chosen] = 0.0
     table[chosen, : bought.shape[1]] = bought[chosen]
     return table
-
-
-def _later(seconds: Callable[[Integers], Floats], price: float) -> Callable[[Integers], Floats]:
-    return lambda drafts: seconds(drafts) + price
 
 
 def _levels(most: int) -> list[int]:
