@@ -14,8 +14,8 @@ Usage: python benchmarks/length_study.py --drafter DIR [--prompts FILE.parquet .
 
 Greedy, end-of-sequence ignored. At each concurrency every policy has one decoder that lives through
 all rounds, the first of which is not counted: it has seen as much as any job's. In a round all take
-turns, in an order of chance, on the same prompts. `speed` is the tokens a second over those of `off`
-of the same round, `low` and `high` the least and the most of the rounds; τ is over all steps.
+turns, in an order of chance, on the same prompts. `speed` is the tokens a second over those of
+`off` of the same round, `low` and `high` the least and the most of the rounds; τ is over all steps.
 """
 
 from __future__ import annotations
@@ -210,9 +210,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default=models.DEFAULT_MODEL)
     demo = _HERE.parent / "data"
-    parser.add_argument(
-        "--drafter", type=Path, default=demo / "drafters" / "smollm2-135m-instruct"
-    )
+    parser.add_argument("--drafter", type=Path, default=demo / "drafters" / "smollm2-135m-instruct")
     parser.add_argument("--prompts", type=Path, nargs="+", default=[demo / "prompts.parquet"])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--policies", nargs="+", default=_POLICIES)

@@ -38,6 +38,7 @@ from adaflash_batch.drafter.vocabulary import load_vocabulary
 from adaflash_batch.engine.assembly import load_net
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.engine.drafting import BlockDrafter
+from adaflash_batch.engine.speculation import Policy
 from adaflash_batch.engine.target import Target
 from adaflash_batch.stats import SpeculationCounts
 
@@ -104,7 +105,7 @@ def decode(
     decoder = Decoder(
         target,
         drafter=drafter,
-        width=width or None,
+        policy=Policy("fixed", width or None),
         max_running=len(prompts),
         token_budget=max(1024, 64 * len(prompts)),
         kv_tokens=len(prompts) * longest,

@@ -26,7 +26,7 @@ from tiny import (
 from adaflash_batch.engine.cost import StepCost
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.engine.drafting import Draft, DraftBatch
-from adaflash_batch.engine.hindsight import Guess, Prospect
+from adaflash_batch.engine.hindsight import Guess, Outcome, Prospect
 from adaflash_batch.engine.lookup import Lookup
 from adaflash_batch.engine.speculation import Policy, WidthPolicy
 from adaflash_batch.engine.target import Target
@@ -135,8 +135,15 @@ def test_what_is_never_right_is_hardly_drafted(llama: Target) -> None:
     requests = as_requests(random_prompts(8, longest=12), Sampling(max_new_tokens=150))
     plain = texts(decode(llama, requests))
     wrong = always_wrong(requests, plain)
-    decoder_options = {"policy": PAYS, "clock": Machine(llama), "max_running": 4}
-    done = decode(llama, requests, drafter=wrong, cost=known_cost(), **decoder_options)
+    done = decode(
+        llama,
+        requests,
+        drafter=wrong,
+        cost=known_cost(),
+        policy=PAYS,
+        clock=Machine(llama),
+        max_running=4,
+    )
     counts = together(done.values())
     assert texts(done) == plain
     assert counts.verified < 0.05 * counts.steps
@@ -192,11 +199,13 @@ def test_hindsight_tells_what_a_full_verification_accepts(
     """In whatever pieces the text comes, and once."""
     dice, prospect, prompt = random.Random(seed), Prospect(), [1]
     prospect.expect(Guess("block", guess, [0.5] * len(guess)), len(prompt))
-    outcomes, at = [], 0
+    outcomes: list[Outcome] = []
+    at = 0
     while at < len(text):
         at = min(at + dice.randint(1, 4), len(text))
         outcomes += prospect.outcomes(prompt + text[:at], is_over=at == len(text))
-    accepted = len(list(itertools.takewhile(lambda p: p[0] == p[1], zip(guess, text))))
+    pairs = zip(guess, text, strict=False)
+    accepted = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
     (outcome,) = outcomes
     assert outcome.accepted == accepted
     is_wrong = accepted < min(len(guess), len(text))

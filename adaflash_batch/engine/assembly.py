@@ -21,7 +21,7 @@ from adaflash_batch.engine.drafting import BlockDrafter, Drafter
 from adaflash_batch.engine.lookup import Lookup
 from adaflash_batch.engine.memory import kv_budget
 from adaflash_batch.engine.profile import about
-from adaflash_batch.engine.speculation import Policy
+from adaflash_batch.engine.speculation import WHOLE_BLOCKS, Policy
 from adaflash_batch.engine.target import Target
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.kernels.page_size import PAGE
@@ -69,7 +69,7 @@ class DecoderPlan:
     version: int | None = None
     takes_in: bool = True
     tokenizer_digest: str | None = None
-    policy: Policy = Policy()
+    policy: Policy = WHOLE_BLOCKS
     looks_up: bool = False
     costs: Path | None = None
     concurrency: int = 64
@@ -158,9 +158,7 @@ def assemble(plan: DecoderPlan, *, notify: Callable[[str], None]) -> Assembly:
     return Assembly(decoder, origin, facts, _learn_costs(plan, decoder, notify))
 
 
-def _learn_costs(
-    plan: DecoderPlan, decoder: Decoder, notify: Callable[[str], None]
-) -> Path | None:
+def _learn_costs(plan: DecoderPlan, decoder: Decoder, notify: Callable[[str], None]) -> Path | None:
     """Let the decoder know what its steps take; the file that will keep it."""
     if plan.costs is None or decoder.speculator.most == 0:
         return None

@@ -25,6 +25,7 @@ from adaflash_batch.engine.scheduler import Scheduled, Scheduler
 from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
 from adaflash_batch.engine.speculation import (
     NOTHING,
+    WHOLE_BLOCKS,
     Chosen,
     Policy,
     Speculator,
@@ -60,7 +61,7 @@ class Decoder:
         *,
         drafter: Callable[[int], Drafter] | None = None,
         lookup: Lookup | None = None,
-        policy: Policy = Policy(),
+        policy: Policy = WHOLE_BLOCKS,
         cost: StepCost | None = None,
         max_running: int = 64,
         token_budget: int = 1024,

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from adaflash_batch.engine.acceptance import RequestRecord
-from adaflash_batch.engine.lookup import Proposal, RequestLookup
+from adaflash_batch.engine.lookup import RequestLookup
+from adaflash_batch.engine.lookup_acceptance import Proposal
 
 Source = Literal["block", "lookup"]
 

@@ -95,6 +95,7 @@ class Chosen:
 
 
 NOTHING = Chosen()
+WHOLE_BLOCKS = Policy()
 
 
 class Speculator:
@@ -170,7 +171,8 @@ class Speculator:
         best = [self._better(block, other) for block, other in zip(blocks, found, strict=True)]
         widths = self._widths(best, candidates, len(wanted))
         self.num_plain += not any(widths)
-        drafted = [sum(len(g.token_ids) for g in pair if g) for pair in zip(blocks, found)]
+        pairs = zip(blocks, found, strict=True)
+        drafted = [sum(len(guess.token_ids) for guess in pair if guess) for pair in pairs]
         return list(map(Chosen, best, widths, drafted))
 
     def _look_up(self, candidate: Candidate) -> Guess | None:
@@ -183,7 +185,9 @@ class Speculator:
         survival = self._lookup.acceptance.survival(proposal)
         return Guess("lookup", proposal.token_ids, survival, proposal=proposal)
 
-    def _for_whom(self, candidates: Sequence[Candidate], found: Sequence[Guess | None]) -> list[int]:
+    def _for_whom(
+        self, candidates: Sequence[Candidate], found: Sequence[Guess | None]
+    ) -> list[int]:
         """Whom the drafter drafts for."""
         if self._drafter is None:
             return []
@@ -216,7 +220,7 @@ class Speculator:
         return bool(emitted / seconds[1] > len(candidates) / plain_s)
 
     def _probe(self, candidates: Sequence[Candidate]) -> list[int]:
-        """One of them, as far as there is time for it: what follows tells what would be accepted."""
+        """One of them, if there is time for it: what follows tells what would be accepted."""
         price = float(self._cost.draft(1))
         if self._probes_s < price:
             return []
