@@ -181,7 +181,7 @@ def _check_versions(drafter: Recorded, done: dict[RowKey, Completion]) -> None:
 
 
 def test_weights_change_between_steps_only(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never between a draft and its verification, nor before the drafter saw what came of it."""
+    """Never between what the drafter absorbs, its drafts and their verification."""
     order: list[str] = []
 
     def noting(owner: type, name: str, letter: str) -> None:
@@ -198,7 +198,7 @@ def test_weights_change_between_steps_only(llama: Target, monkeypatch: pytest.Mo
         noting(BlockDrafter, name, letter)
     stream = changing(DFLASH, every=1)
     run(llama, as_requests(random_prompts(6), GREEDY), net_of(DFLASH, 0), lambda: next(stream))
-    assert re.fullmatch("(nd?vb?)+", "".join(order))
+    assert re.fullmatch("(n(b?d)?vb?)+", "".join(order))
     assert order.count("d") > 10
 
 

@@ -15,6 +15,7 @@ from adaflash_batch.engine.cost import StepCost
 from adaflash_batch.engine.drafting import Drafter
 from adaflash_batch.engine.hindsight import Prospect
 from adaflash_batch.engine.in_flight import Entry, Item, piece_of
+from adaflash_batch.engine.late_context import LateContext
 from adaflash_batch.engine.lookup import Lookup
 from adaflash_batch.engine.packing import Packed, PageTable, pack, ranges
 from adaflash_batch.engine.pages import PagePool
@@ -86,10 +87,12 @@ class Decoder:
         self._max_running, self._token_budget = max_running, token_budget
         self.end_token_ids = end_token_ids
         self._clock = clock
+        self._late = None if self._drafter is None else LateContext(self._drafter, self._table)
         self.cost = StepCost() if cost is None else cost
         self.speculator = Speculator(
             policy,
             drafter=self._drafter,
+            late=self._late,
             lookup=lookup,
             cost=self.cost,
             table=self._table,
@@ -360,24 +363,22 @@ class Decoder:
         entry.reason = reason
         if error is None:
             self.speculator.end(entry.prospect)
+        if self._late is not None:
+            self._late.forget(entry.sequence)
         self._scheduler.remove(entry.sequence)
         del self._entries[entry.sequence]
         self._finished.append(entry.completion(reason, error, self._clock()))
 
     def _absorb(self, items: list[Item], packed: Packed, kept: Sequence[int]) -> None:
-        """Give the drafter what the target saw of the tokens that stay."""
-        if self._drafter is None:
-            return
+        """Keep for the drafter what the target saw of the tokens that stay."""
         staying = [index for index, count in enumerate(kept) if count > 0]
-        if not staying:
+        if self._drafter is None or self._late is None or not staying:
             return
-        length = np.array([kept[index] for index in staying], dtype=np.int32)
-        rows = torch.from_numpy(ranges(packed.start[staying], length))
-        start = (np.cumsum(length) - length).astype(np.int32)
-        table = self._table.rows([items[index].scheduled.sequence for index in staying])
-        step = PackedStep(start, length, packed.context[staying], table)
+        counts = [kept[index] for index in staying]
+        rows = torch.from_numpy(ranges(packed.start[staying], np.array(counts)))
         features = self._target.tapped(self._drafter.tapped_layers, rows)
-        self._drafter.absorb(step, torch.from_numpy(packed.positions)[rows], features)
+        sequences = [items[index].scheduled.sequence for index in staying]
+        self._late.add(sequences, packed.context[staying].tolist(), counts, features)
 
     def _record(self, items: list[Item], packed: Packed) -> None:
         """Keep what the target saw, of the texts that end in this step too."""

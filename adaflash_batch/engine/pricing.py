@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from adaflash_batch.engine.cost import StepCost
 from adaflash_batch.engine.scheduler import Scheduled
-from adaflash_batch.engine.widths import Floats, Integers, Widths
+from adaflash_batch.engine.widths import Floats, Integers, Widths, choose_widths
 
 # Requests' steps that the mean of emitted tokens looks back on.
 _SPAN = 500.0
@@ -17,6 +18,8 @@ _SPAN = 500.0
 # which they say nothing of the present.
 _KEPT = 0.95
 _STALE = 64
+# Blocks that foresight is based on, the fewest, and the steps that it holds for.
+_FORESEEN_BLOCKS, _FEWEST_BLOCKS, _FORESEEN_STEPS = 64, 16, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +121,41 @@ class Pace:
         kept = self._weight * max(1.0 - num_requests / _SPAN, 0.0)
         self._weight = kept + num_requests
         self.emitted = (self.emitted * kept + num_requests + num_accepted) / self._weight
+
+
+class Foresight:
+    """What drafting for all would come to, with widths that a head chooses block by block.
+
+    A head tells good blocks from bad ones, so that a batch of them is worth more than their mean.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: deque[list[float]] = deque(maxlen=_FORESEEN_BLOCKS)
+        self._speed, self._running, self._age = 0.0, 0, 0
+
+    def add(self, survival: list[float]) -> None:
+        """A block was drafted whose survival is this."""
+        self._blocks.append(survival)
+
+    def speed(self, running: int, prices: StepPrices) -> float:
+        """Expected tokens a second with blocks like those of late for so many requests.
+
+        0 while too few were seen. It is worked out anew every few steps.
+        """
+        self._age += 1
+        if running != self._running or self._age >= _FORESEEN_STEPS:
+            self._running, self._age = running, 0
+            self._speed = self._work_out(running, prices)
+        return self._speed
+
+    def _work_out(self, running: int, prices: StepPrices) -> float:
+        blocks = list(self._blocks)
+        if len(blocks) < _FEWEST_BLOCKS:
+            return 0.0
+        seconds = prices.seconds(running)
+        batches = max(_FEWEST_BLOCKS // running, 1)
+        steps = [
+            choose_widths([blocks[(first + i) % len(blocks)] for i in range(running)], seconds)
+            for first in range(0, batches * running, running)
+        ]
+        return sum(step.emitted for step in steps) / sum(step.seconds for step in steps)

@@ -19,9 +19,10 @@ from adaflash_batch.engine.correction import Correction
 from adaflash_batch.engine.cost import StepCost
 from adaflash_batch.engine.drafting import Draft, DraftBatch, Drafter
 from adaflash_batch.engine.hindsight import Guess, Prospect
+from adaflash_batch.engine.late_context import LateContext
 from adaflash_batch.engine.lookup import Lookup
 from adaflash_batch.engine.packing import PageTable
-from adaflash_batch.engine.pricing import Load, Pace, StepPrices
+from adaflash_batch.engine.pricing import Foresight, Load, Pace, StepPrices
 from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
 from adaflash_batch.engine.widths import adaflash_width, choose_widths, who_drafts
 from adaflash_batch.exchange import DrafterWeights
@@ -34,6 +35,8 @@ _MOST_LOOKED_UP = 7
 # Share of the time that may go into blocks that are drafted only to see what they would be worth.
 _PROBE_SHARE = 0.005
 _MOST_SAVED_S = 0.5
+# Steps for which drafting is not thought of again once it did not pay.
+_LEFT_ALONE = 8
 # How likely a good drafter's next token is right.
 _HOPED = 0.7
 
@@ -104,6 +107,7 @@ class Speculator:
     Args:
         policy: how much is verified.
         drafter: of blocks, if there is one.
+        late: what it has still to absorb.
         lookup: the other source, if it is wanted.
         cost: what steps take.
         table: the requests' pages.
@@ -120,6 +124,7 @@ class Speculator:
         policy: Policy,
         *,
         drafter: Drafter | None,
+        late: LateContext | None = None,
         lookup: Lookup | None,
         cost: StepCost,
         table: PageTable,
@@ -127,13 +132,15 @@ class Speculator:
     ) -> None:
         self.num_plain = 0
         self.calibration = {"block": Calibration(), "lookup": Calibration()}
-        self._policy, self._drafter, self._lookup = policy, drafter, lookup
+        self._policy, self._drafter, self._late, self._lookup = policy, drafter, late, lookup
         self._cost, self._table, self._clock = cost, table, clock
         self._correction = Correction()
         self._num_drafts = 0 if drafter is None else drafter.block_size - 1
         self.blocks = AcceptanceHistory(self._num_drafts)
         self._prices = StepPrices(cost, Load(1, 1, 1, 1))
         self._token_price = 0.0
+        self._foresight = Foresight()
+        self._left_alone = self._num_left_alone = 0
         self._probes_s = 0.0  # seconds that probes may take
         self._draft_s = 0.0
         self.pace = Pace()
@@ -203,13 +210,22 @@ class Speculator:
     def _worth_drafting(
         self, candidates: Sequence[Candidate], found: Sequence[Guess | None]
     ) -> list[int]:
+        if self._left_alone > 0 and self._num_left_alone == len(candidates):
+            self._left_alone -= 1
+            return []
         by_history = [self._by_history(each)[: each.room] for each in candidates]
         looked_up = [
             [] if guess is None else guess.survival[: each.room]
             for guess, each in zip(found, candidates, strict=True)
         ]
-        prices = self._prices
-        return who_drafts(by_history, looked_up, self._cost.draft, prices.seconds(0)).requests
+        seconds = self._prices.seconds(0)
+        drafting = who_drafts(by_history, looked_up, self._cost.draft, seconds)
+        foreseen = self._foresight.speed(len(candidates), self._prices)
+        if foreseen > drafting.step.speed:
+            return list(range(len(candidates)))
+        if not drafting.requests:
+            self._left_alone, self._num_left_alone = _LEFT_ALONE, len(candidates)
+        return drafting.requests
 
     def _pays_for_all(self, candidates: Sequence[Candidate]) -> bool:
         """Whether drafting for all and verifying all of it is faster than plain decoding."""
@@ -230,6 +246,8 @@ class Speculator:
     def _draft(self, candidates: Sequence[Candidate]) -> list[Guess]:
         if not candidates or self._drafter is None:
             return []
+        if self._late is not None:
+            self._late.hand_over()
         began, sequences = self._clock(), [each.sequence for each in candidates]
         batch = DraftBatch(
             keys=[each.key for each in candidates],
@@ -247,6 +265,7 @@ class Speculator:
             survival = self._by_history(candidate)
         else:
             survival = self._correction.corrected(draft.survival)
+            self._foresight.add(survival)
         return Guess("block", draft.token_ids, survival, draft.survival, draft.length)
 
     def _by_history(self, candidate: Candidate) -> list[float]:
@@ -271,6 +290,8 @@ class Speculator:
             for guess, room in zip(guesses, rooms, strict=True)
         ]
         pays = self._policy.only_if_it_pays
+        if not any(sizes):
+            return sizes
         if self._policy.widths == "survival" and self._cost.is_known:
             kept = [g.survival[:size] if g else [] for g, size in zip(guesses, sizes, strict=True)]
             chosen = choose_widths(kept, self._prices.seconds(num_blocks))
