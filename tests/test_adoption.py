@@ -16,7 +16,7 @@ from torch import Tensor
 from adaflash_batch.drafter.config import DrafterConfig
 from adaflash_batch.drafter.model import DFlash, initialise
 from adaflash_batch.engine.decoder import Decoder
-from adaflash_batch.engine.drafting import BlockDrafter, DraftBatch
+from adaflash_batch.engine.drafting import BlockDrafter, Draft, DraftBatch
 from adaflash_batch.engine.target import Target
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.exchange import DrafterWeights, WeightsMailbox
@@ -91,9 +91,10 @@ class Recorded:
     def version(self, value: int) -> None:
         raise AssertionError("a drafter numbers itself")
 
-    def draft(self, batch: DraftBatch) -> list[list[int]]:
+    def draft(self, batch: DraftBatch) -> list[Draft]:
         drafts = self.inner.draft(batch)
-        self.events.append(("draft", self.version, tuple(batch.keys), drafts))
+        token_ids = [draft.token_ids for draft in drafts]
+        self.events.append(("draft", self.version, tuple(batch.keys), token_ids))
         return drafts
 
     def absorb(self, step: PackedStep, positions: Tensor, features: Tensor) -> None:

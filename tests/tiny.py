@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from adaflash_batch.engine.decoder import Decoder
-from adaflash_batch.engine.drafting import DraftBatch, Drafter
+from adaflash_batch.engine.drafting import Draft, DraftBatch, Drafter
 from adaflash_batch.engine.target import Target
 from adaflash_batch.exchange import DrafterWeights
 from adaflash_batch.kernels.paged_attention import PackedStep
@@ -77,11 +77,11 @@ class ScriptedDrafter:
     num_calls: int = 0
     absorbed: dict[int, int] = field(default_factory=dict)
 
-    def draft(self, batch: DraftBatch) -> list[list[int]]:
+    def draft(self, batch: DraftBatch) -> list[Draft]:
         """See engine.drafting.Drafter."""
         self.num_calls += 1
         pairs = zip(batch.keys, batch.positions.tolist(), strict=True)
-        return [list(self.propose(key, position)) for key, position in pairs]
+        return [Draft(list(self.propose(key, position)), None) for key, position in pairs]
 
     def absorb(self, step: PackedStep, positions: torch.Tensor, features: torch.Tensor) -> None:
         """See engine.drafting.Drafter."""

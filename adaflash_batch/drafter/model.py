@@ -10,7 +10,8 @@ into keys and values with the same projections that serve its own block.
     logits  = target's lm_head(block output); slot i drafts the token at anchor + i
 
 DSpark lets the anchor's slot draft too (slot j: the token at anchor + 1 + j) and adds a Markov head
-(markov.py); DFlash 2 adds convolutions (convolution.py) and a selector (selector.py).
+(markov.py); DFlash 2 adds convolutions (convolution.py) and a selector (selector.py). A length head
+(length.py) of any member says how far its drafts are worth verifying, and changes none of them.
 
 T rows (block rows of all requests, one after another), B blocks, N slots of a block that draft,
 C context tokens, H hidden, D head_dim, V vocabulary.
@@ -29,6 +30,17 @@ from adaflash_batch.drafter.config import DrafterConfig, build_target_layer_ids
 from adaflash_batch.drafter.convolution import BlockConvolution
 from adaflash_batch.drafter.input_projection import InputProjection
 from adaflash_batch.drafter.layers import DrafterLayer, signed_rotation
+from adaflash_batch.drafter.length import (
+    ADAFLASH,
+    HAZARD,
+    AdaFlashHead,
+    HazardHead,
+    LengthHead,
+    Proposal,
+    Watch,
+    certainty,
+    survival_of,
+)
 from adaflash_batch.drafter.markov import ConfidenceHead, MarkovHead
 from adaflash_batch.drafter.selector import CandidateSelector, best_candidates
 
@@ -65,6 +77,7 @@ class DFlash(nn.Module):
         self.confidence_head = _confidence_head(config)
         self.candidate_selector = _candidate_selector(config)
         self.input_projection = _input_projection(config)
+        self.length_head = _length_head(config)
         # No buffer: `.to(bfloat16)` would round the frequencies. Always made on the CPU, also when
         # the weights are made on the meta device.
         exponents = torch.arange(0, config.head_dim, 2, device="cpu").float() / config.head_dim
@@ -146,16 +159,68 @@ class DFlash(nn.Module):
                 the drafter has one.
             token_ids: [V], the draft vocabulary, ascending; None where logit v is that of token v.
         """
-        rows = self.drafting_rows(hidden)
+        return self._walk(self.drafting_rows(hidden), anchors, head, token_ids, None)
+
+    def propose_judged(
+        self, hidden: Tensor, anchors: Tensor, head: Head, token_ids: Tensor | None = None
+    ) -> Proposal:
+        """What `propose` drafts, with what the net's own heads say of it.
+
+        Survival is the hazard head's, without one DSpark's confidence head's.
+        """
+        rows, seen = self.drafting_rows(hidden), list[Tensor]()
+
+        def watch(scores: Tensor, best: Tensor) -> None:
+            seen.append(certainty(scores, best))
+
+        wants_certainty = isinstance(self.length_head, HazardHead)
+        drafts = self._walk(rows, anchors, head, token_ids, watch if wants_certainty else None)
+        survival = length = None
+        if isinstance(self.length_head, HazardHead):
+            survival = survival_of(self.length_head(rows, torch.stack(seen, dim=1)))
+        elif self.confidence_head is not None:
+            previous = torch.cat((anchors.unsqueeze(1), drafts[:, :-1]), dim=1)
+            survival = self._trust(self.confidence(rows, previous))
+        if isinstance(self.length_head, AdaFlashHead):
+            length = self.length(hidden)
+        return Proposal(drafts, survival, length)
+
+    def _walk(
+        self,
+        rows: Tensor,
+        anchors: Tensor,
+        head: Head,
+        token_ids: Tensor | None,
+        watch: Watch | None,
+    ) -> Tensor:
+        """`propose`; `watch` is shown every choice, slot by slot."""
         logits = head(rows.flatten(0, 1)).view(*rows.shape[:2], -1)
         if self.markov_head is not None:
-            return self.markov_head.walk(rows, logits, anchors, token_ids)
+            return self.markov_head.walk(rows, logits, anchors, token_ids, watch)
         if self.candidate_selector is not None:
             best, candidates = best_candidates(logits, self.config.selector_top_k)
             candidates = candidates if token_ids is None else token_ids[candidates]
-            return self.candidate_selector.walk(rows, self.scaled(best), candidates, anchors)
+            scores = self.scaled(best)
+            return self.candidate_selector.walk(rows, scores, candidates, anchors, watch)
         drafts = logits.argmax(-1)
+        if watch is not None:
+            for slot in range(rows.shape[1]):
+                watch(logits[:, slot], drafts[:, slot])
         return drafts if token_ids is None else token_ids[drafts]
+
+    def length(self, hidden: Tensor) -> Tensor:
+        """AdaFlash's scalar head [B] of `block`'s output [T, H]; gradients reach it alone."""
+        assert isinstance(self.length_head, AdaFlashHead)
+        blocks = hidden.view(-1, self.config.block_size, hidden.shape[-1])
+        return cast(Tensor, self.length_head(blocks))
+
+    def _trust(self, logits: Tensor) -> Tensor:
+        """Survival [B, N] of the confidence head's logits."""
+        temperatures = self.config.confidence_temperatures
+        logits = logits.float()
+        if temperatures:
+            logits = logits / torch.tensor(temperatures, device=logits.device)
+        return survival_of(-logits)
 
     def scaled(self, logits: Tensor) -> Tensor:
         """The head's logits with multiplier and soft cap, float32; their order is the same."""
@@ -201,6 +266,14 @@ def _candidate_selector(config: DrafterConfig) -> CandidateSelector | None:
     return CandidateSelector(config.vocab_size, config.hidden_size, config.selector_rank)
 
 
+def _length_head(config: DrafterConfig) -> LengthHead | None:
+    if config.length_head == HAZARD:
+        return HazardHead(config.hidden_size, config.num_drafts, config.length_head_width)
+    if config.length_head == ADAFLASH:
+        return AdaFlashHead(config.hidden_size, config.length_head_width)
+    return None
+
+
 def _input_projection(config: DrafterConfig) -> InputProjection | None:
     if not config.has_input_projection:
         return None
@@ -210,7 +283,8 @@ def _input_projection(config: DrafterConfig) -> InputProjection | None:
 def initialise(config: DrafterConfig, generator: torch.Generator) -> DFlash:
     """A float32 drafter on the CPU: weights from N(0, 0.02), norms of 1, biases of 0.
 
-    Markov head, convolutions and selector begin without effect. The generator alone decides:
+    Markov head, convolutions and selector begin without effect, length heads with one half. The
+    generator alone decides:
     torch's global random state is neither read nor moved.
     """
     with torch.device("meta"):
@@ -218,6 +292,8 @@ def initialise(config: DrafterConfig, generator: torch.Generator) -> DFlash:
     model.to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if name.startswith("length_head."):
+                continue  # drawn last, so that with and without it all else is the same
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.02, generator=generator)
             else:
@@ -225,6 +301,8 @@ def initialise(config: DrafterConfig, generator: torch.Generator) -> DFlash:
         if model.markov_head is not None:
             model.markov_head.markov_w2.weight.zero_()
     silence(model, generator)
+    if model.length_head is not None:
+        model.length_head.make_neutral(generator)
     return model
 
 

@@ -230,7 +230,8 @@ class Decoder:
                 positions=np.array([sequence.computed for sequence in sequences], dtype=np.int32),
                 table=self._table.rows(sequences),
             )
-            drafts = dict(zip(sequences, self._drafter.draft(batch), strict=True))
+            proposed = [draft.token_ids for draft in self._drafter.draft(batch)]
+            drafts = dict(zip(sequences, proposed, strict=True))
             for sequence in sequences:
                 self._mark_version(self._entries[sequence].counts)
         return [self._item(scheduled, drafts.get(scheduled.sequence, [])) for scheduled in plan]

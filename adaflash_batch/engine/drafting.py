@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from adaflash_batch.drafter.length import Proposal
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.engine.target import Target
 from adaflash_batch.errors import ConfigError
@@ -47,6 +48,21 @@ class DraftBatch:
     table: Int32
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What is proposed for a request.
+
+    Attributes:
+        token_ids: the proposals.
+        survival: S_i, how likely drafts 0..i are all right; None where the drafter cannot say.
+        length: AdaFlash's scalar head: the share of the block worth verifying, anchor counted.
+    """
+
+    token_ids: list[int]
+    survival: list[float] | None
+    length: float | None = None
+
+
 class Drafter(Protocol):
     """Proposes tokens; deterministic given what it has seen.
 
@@ -61,7 +77,7 @@ class Drafter(Protocol):
     block_size: int
     tapped_layers: tuple[int, ...]
 
-    def draft(self, batch: DraftBatch) -> list[list[int]]:
+    def draft(self, batch: DraftBatch) -> list[Draft]:
         """K - 1 proposals for each request."""
 
     def absorb(self, step: PackedStep, positions: torch.Tensor, features: torch.Tensor) -> None:
@@ -128,7 +144,7 @@ class BlockDrafter:
             elements += -(-config.hidden_size // PAGE)  # one state a page
         return elements * net.fc.weight.element_size()
 
-    def draft(self, batch: DraftBatch) -> list[list[int]]:
+    def draft(self, batch: DraftBatch) -> list[Draft]:
         """See Drafter: one pass over anchors and masks, then what the net proposes from it."""
         num_requests, rows = len(batch.anchors), self._net.config.block_size
         anchors = torch.tensor(batch.anchors)
@@ -151,9 +167,7 @@ class BlockDrafter:
             embeddings = self._net.rows(embeddings, self._states[pages])
         hidden = self._net.block(embeddings, cos, sin, attend)
         anchors = anchors.to(device)
-        proposed = self._net.propose(hidden, anchors, self._head, self._token_ids)
-        drafts: list[list[int]] = proposed.tolist()
-        return drafts
+        return _drafts(self._net.propose_judged(hidden, anchors, self._head, self._token_ids))
 
     def absorb(self, step: PackedStep, positions: torch.Tensor, features: torch.Tensor) -> None:
         """See Drafter: the context K/V of every layer, from one fused feature per token."""
@@ -176,6 +190,14 @@ class BlockDrafter:
         for name, parameter in own.items():
             parameter.copy_(weights.tensors[name])
         self.version = weights.version
+
+
+def _drafts(proposal: Proposal) -> list[Draft]:
+    token_ids = proposal.drafts.tolist()
+    nothing = [None] * len(token_ids)
+    survival = nothing if proposal.survival is None else proposal.survival.tolist()
+    lengths = nothing if proposal.length is None else proposal.length.tolist()
+    return [Draft(*each) for each in zip(token_ids, survival, lengths, strict=True)]
 
 
 def _misfit(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> str | None:
