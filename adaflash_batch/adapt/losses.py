@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from adaflash_batch.adapt.divergences import forward_kl, opd
 from adaflash_batch.adapt.known_gradient import with_gradient
 from adaflash_batch.errors import ConfigError
 
@@ -308,9 +309,11 @@ def _losses(
     if objective.kind == "ce":
         divergence, gradient = torch.zeros_like(cross_entropy), log_q.exp_()
     elif objective.kind == "forward_kl":
-        divergence, gradient = _forward_kl(log_q, cast(Tensor, log_p))
+        divergence, gradient = forward_kl(log_q, cast(Tensor, log_p))
     else:
-        divergence, clipped, gradient = _opd(objective, log_q, cast(Tensor, log_p))
+        divergence, clipped, gradient = opd(
+            log_q, cast(Tensor, log_p), objective.shares, objective.clip
+        )
     share = objective.shares[0]
     gradient.scatter_add_(1, labels.unsqueeze(1), gradient.new_full((len(labels), 1), -share))
     return _Rows(cross_entropy, divergence, clipped, hits), gradient
@@ -325,37 +328,6 @@ def _log_probabilities(weight: Tensor, hidden: Tensor, bias: Bias | None = None)
     if bias is not None:
         logits += F.linear(bias.latents, bias.table)
     return logits.log_softmax(-1, dtype=torch.promote_types(weight.dtype, torch.float32))
-
-
-def _forward_kl(log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Divergence [C] and gradient [C, V]; both inputs are used up."""
-    p = log_p.exp()
-    divergence = log_p.sub_(log_q).mul_(p).sum(-1)
-    return divergence, log_q.exp_().sub_(p)
-
-
-def _opd(objective: Objective, log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Clipped reverse KL [C], clipped entries [C] and the gradient [C, V] of the whole mixture
-    but for the label's own entry; both inputs are used up.
-
-    With e(v) = q(v) log(q(v) / p(v)) and m(v) = 1 where e(v) is not clipped,
-    d/dz(j) sum_v min(e(v), clip) = g(j) - q(j) sum_v g(v), where g(v) = m(v) (e(v) + q(v)).
-    """
-    ce_share, kl_share = objective.shares
-    entries = torch.sub(log_q, log_p, out=log_p)
-    q = log_q.exp_()
-    entries.mul_(q)
-    if objective.clip is None:
-        divergence, clipped = entries.sum(-1), torch.zeros_like(entries[:, 0], dtype=torch.int64)
-        entries.add_(q)
-    else:
-        above = entries > objective.clip
-        clipped = above.sum(-1)
-        divergence = entries.masked_fill_(above, 0.0).sum(-1) + clipped.to(q.dtype) * objective.clip
-        entries.add_(q).masked_fill_(above, 0.0)
-    # ce_share * q + kl_share * (g - q * sum g), in place.
-    factor = ce_share - kl_share * entries.sum(-1, keepdim=True)
-    return divergence, clipped, entries.mul_(kl_share).addcmul_(q, factor)
 
 
 def _summarise(
