@@ -210,8 +210,9 @@ class AdaptSection(BaseModel):
     """Learn while it pays within the job; all it can bear; all the time, for later jobs; never."""
     share: Share = 0.5
     """Most of the time that learning may take."""
-    parameters: Literal["all", "new", "lora"] = "all"
-    """All move; those that a plain DFlash drafter has not; or low-rank additions and the latter."""
+    parameters: Literal["all", "new", "lora", "heads"] = "all"
+    """All move; those that a plain DFlash drafter has not; low-rank additions and the latter; or
+    the heads that judge drafts alone."""
     rank: Count = 8
     """Of low-rank additions."""
     place: Literal["auto", "inline", "thread", "process"] = "auto"

@@ -35,12 +35,14 @@ MEMBERS = {
     "Markov head alone": MARKOV,
     "DFlash 2": DFLASH2,
     "input projection": PROJECTED,
+    "hazard head": dataclasses.replace(DSPARK, length_head="hazard"),
     "DSpark, input projection": dataclasses.replace(DSPARK, has_input_projection=True),
 }
 KINDS = ("all", "new", "lora")
 CHOICES = [(m, k) for m in MEMBERS for k in KINDS if (m, k) != ("DFlash", "new")]
 # A Markov head cannot talk a random backbone round.
-PUBLISHING = [c for c in CHOICES if c not in (("DSpark", "new"), ("Markov head alone", "new"))]
+_MARKOV = ("DSpark", "Markov head alone", "hazard head")
+PUBLISHING = [(m, k) for m, k in CHOICES if k != "new" or m not in _MARKOV]
 PLENTY = 2**26
 
 

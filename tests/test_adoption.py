@@ -93,7 +93,8 @@ class Recorded:
 
     def draft(self, batch: DraftBatch) -> list[Draft]:
         drafts = self.inner.draft(batch)
-        self.events.append(("draft", self.version, tuple(batch.keys), drafts))
+        token_ids = [draft.token_ids for draft in drafts]
+        self.events.append(("draft", self.version, tuple(batch.keys), token_ids))
         return drafts
 
     def absorb(self, step: PackedStep, positions: Tensor, features: Tensor) -> None:

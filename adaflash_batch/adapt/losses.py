@@ -15,10 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from adaflash_batch.adapt.divergences import forward_kl, opd
 from adaflash_batch.adapt.known_gradient import with_gradient
+from adaflash_batch.drafter.length import certainty
 from adaflash_batch.errors import ConfigError
 
 LossKind = Literal["ce", "forward_kl", "opd"]
+LengthLabel = Literal["hindsight", "truncated"]
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -43,12 +46,16 @@ class Objective:
             normalised; None is off. From above only: entries where q < p are negative and stay, so
             the clipped sum of a position can be below 0. A clipped entry has no gradient.
         chunk_rows: positions whose logits are held at a time.
+        length_label: what a length head learns: `hindsight`, the whole truth; `truncated`, for
+            comparison and of AdaFlash's head alone, only what the width that it asks for would
+            show.
     """
 
     kind: LossKind = "opd"
     ce_weight: float = 0.8
     clip: float | None = None
     chunk_rows: int = 256
+    length_label: LengthLabel = "hindsight"
 
     def __post_init__(self) -> None:
         if self.kind not in ("ce", "forward_kl", "opd"):
@@ -57,6 +64,10 @@ class Objective:
             raise ConfigError(f"ce_weight is {self.ce_weight}, it must be between 0 and 1")
         if self.clip is not None and not self.clip > 0.0:
             raise ConfigError(f"clip is {self.clip} nats, it must be above 0")
+        if self.length_label not in ("hindsight", "truncated"):
+            raise ConfigError(
+                f"length_label is {self.length_label!r}, it must be hindsight or truncated"
+            )
         if self.chunk_rows < 1:
             raise ConfigError(f"chunk_rows is {self.chunk_rows}, it must be 1 or more")
 
@@ -122,6 +133,8 @@ class LossStats:
         clipped_positions: supervised positions with at least one clipped entry.
         clip_rate: clipped vocabulary entries over all entries of the supervised positions.
         hits: bool [N], supervised positions where the drafter's argmax is the label.
+        certainty: [N, 2], of that argmax at supervised positions (length.certainty), 0 elsewhere;
+            None where it was not asked for.
     """
 
     positions: int
@@ -132,6 +145,7 @@ class LossStats:
     clipped_positions: int
     clip_rate: float
     hits: Tensor
+    certainty: Tensor | None = None
 
 
 def position_weights(positions: Tensor, gamma: float) -> Tensor:
@@ -161,6 +175,7 @@ def draft_loss(
     labels: Tensor | None = None,
     total_weight: float | Tensor | None = None,
     bias: Bias | None = None,
+    with_certainty: bool = False,
 ) -> tuple[Tensor, LossStats]:
     """The weighted mean loss over positions, with a gradient for `student` and `bias` alone.
 
@@ -176,6 +191,7 @@ def draft_loss(
         total_weight: what the sum is divided by instead of the weights at hand, where several
             micro-batches or ranks make one batch.
         bias: added to the student's logits.
+        with_certainty: say how sure the drafter is, too.
 
     Returns:
         a float32 scalar (float64 where the head is float64), and the statistics.
@@ -191,7 +207,9 @@ def draft_loss(
         gradients = _Gradients.of(student, bias) if wants_gradient else None
         parts = [_Rows.none(weights)]
         for chunk in chosen.split(objective.chunk_rows):
-            rows, by_logit = _losses(objective, head.weight, student, teacher, chunk, bias)
+            rows, by_logit = _losses(
+                objective, head.weight, student, teacher, chunk, bias, with_certainty
+            )
             parts.append(rows)
             if gradients is not None:
                 share = (chunk.weights / total_weight).unsqueeze(-1)
@@ -264,11 +282,12 @@ class _Rows(NamedTuple):
     divergence: Tensor
     clipped: Tensor
     hits: Tensor
+    certainty: Tensor  # [positions, 2], or [0, 2]
 
     @staticmethod
     def none(like: Tensor) -> _Rows:
         empty = like.new_empty(0)
-        return _Rows(empty, empty, empty.long(), empty.bool())
+        return _Rows(empty, empty, empty.long(), empty.bool(), like.new_empty(0, 2))
 
 
 def _choose(head: Head, weights: Tensor, labels: Tensor | None) -> _Chosen:
@@ -291,6 +310,7 @@ def _losses(
     teacher: Tensor | None,
     chunk: _Chosen,
     bias: Bias | None,
+    with_certainty: bool,
 ) -> tuple[_Rows, Tensor]:
     """Losses of a chunk, and their gradient by the student's logits, float32 [C, V]."""
     log_q = _log_probabilities(weight, student[chunk.positions], _rows_of(bias, chunk.positions))
@@ -302,18 +322,22 @@ def _losses(
         labels = log_p.argmax(-1)
     else:
         labels = chunk.labels
-    hits = log_q.argmax(-1) == labels
+    best = log_q.argmax(-1)
+    hits = best == labels
+    sure = certainty(log_q, best) if with_certainty else log_q.new_empty(0, 2)
     cross_entropy = -log_q.gather(1, labels.unsqueeze(1)).squeeze(1)
     clipped = torch.zeros_like(labels)
     if objective.kind == "ce":
         divergence, gradient = torch.zeros_like(cross_entropy), log_q.exp_()
     elif objective.kind == "forward_kl":
-        divergence, gradient = _forward_kl(log_q, cast(Tensor, log_p))
+        divergence, gradient = forward_kl(log_q, cast(Tensor, log_p))
     else:
-        divergence, clipped, gradient = _opd(objective, log_q, cast(Tensor, log_p))
+        divergence, clipped, gradient = opd(
+            log_q, cast(Tensor, log_p), objective.shares, objective.clip
+        )
     share = objective.shares[0]
     gradient.scatter_add_(1, labels.unsqueeze(1), gradient.new_full((len(labels), 1), -share))
-    return _Rows(cross_entropy, divergence, clipped, hits), gradient
+    return _Rows(cross_entropy, divergence, clipped, hits, sure), gradient
 
 
 def _rows_of(bias: Bias | None, positions: Tensor) -> Bias | None:
@@ -325,37 +349,6 @@ def _log_probabilities(weight: Tensor, hidden: Tensor, bias: Bias | None = None)
     if bias is not None:
         logits += F.linear(bias.latents, bias.table)
     return logits.log_softmax(-1, dtype=torch.promote_types(weight.dtype, torch.float32))
-
-
-def _forward_kl(log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Divergence [C] and gradient [C, V]; both inputs are used up."""
-    p = log_p.exp()
-    divergence = log_p.sub_(log_q).mul_(p).sum(-1)
-    return divergence, log_q.exp_().sub_(p)
-
-
-def _opd(objective: Objective, log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Clipped reverse KL [C], clipped entries [C] and the gradient [C, V] of the whole mixture
-    but for the label's own entry; both inputs are used up.
-
-    With e(v) = q(v) log(q(v) / p(v)) and m(v) = 1 where e(v) is not clipped,
-    d/dz(j) sum_v min(e(v), clip) = g(j) - q(j) sum_v g(v), where g(v) = m(v) (e(v) + q(v)).
-    """
-    ce_share, kl_share = objective.shares
-    entries = torch.sub(log_q, log_p, out=log_p)
-    q = log_q.exp_()
-    entries.mul_(q)
-    if objective.clip is None:
-        divergence, clipped = entries.sum(-1), torch.zeros_like(entries[:, 0], dtype=torch.int64)
-        entries.add_(q)
-    else:
-        above = entries > objective.clip
-        clipped = above.sum(-1)
-        divergence = entries.masked_fill_(above, 0.0).sum(-1) + clipped.to(q.dtype) * objective.clip
-        entries.add_(q).masked_fill_(above, 0.0)
-    # ce_share * q + kl_share * (g - q * sum g), in place.
-    factor = ce_share - kl_share * entries.sum(-1, keepdim=True)
-    return divergence, clipped, entries.mul_(kl_share).addcmul_(q, factor)
 
 
 def _summarise(
@@ -374,6 +367,10 @@ def _summarise(
     count = len(chosen.positions)
     hits = rows.hits.new_zeros(num_positions)
     hits[chosen.positions] = rows.hits
+    sure = None
+    if len(rows.certainty) == count:
+        sure = rows.certainty.new_zeros(num_positions, 2)
+        sure[chosen.positions] = rows.certainty
     ce_share, kl_share = objective.shares
     stats = LossStats(
         positions=count,
@@ -384,5 +381,6 @@ def _summarise(
         clipped_positions=int(positions_clipped),
         clip_rate=entries_clipped / (count * num_entries) if count else 0.0,
         hits=hits,
+        certainty=sure,
     )
     return ce_share * ce_sum + kl_share * kl_sum, stats

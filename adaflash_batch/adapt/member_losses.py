@@ -5,29 +5,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from adaflash_batch.adapt.blocks import Blocks
+from adaflash_batch.adapt.choices import Choices, choose
+from adaflash_batch.adapt.head_losses import OverRanks, alone, confidence_loss, length_loss
 from adaflash_batch.adapt.losses import Bias, Head, Objective, draft_loss
+from adaflash_batch.adapt.parameters import is_head
+from adaflash_batch.drafter.length import HazardHead, certainty
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.drafter.selector import best_candidates
 
 # Blocks whose logits are held at once.
 _BLOCKS_AT_ONCE = 32
 _TINY = torch.finfo(torch.float32).tiny
-
-OverRanks = Callable[[Tensor], Tensor]
-"""The sum of a tensor over all ranks that share a batch; each rank calls it with its own part."""
-
-
-def alone(part: Tensor) -> Tensor:
-    """OverRanks where there is one rank."""
-    return part
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +43,38 @@ class MemberLoss:
     clip_rate: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Task:
+    """The drafting slots of the blocks, flat where nothing else is said; P = B * N.
+
+    rows: [B, N, H]; previous: ids [B, N], true ones; weights, labels, teacher_rows: [P].
+    is_taught: bool [P], weight above 0 and label inside the draft vocabulary.
+    """
+
+    rows: Tensor
+    previous: Tensor
+    weights: Tensor
+    labels: Tensor
+    teacher_rows: Tensor
+    is_taught: Tensor
+    bias: Bias | None
+
+    @staticmethod
+    def of(net: DFlash, head: Head, hidden: Tensor, blocks: Blocks) -> _Task:
+        slots = slice(net.config.first_slot, None)
+        rows, previous = net.drafting_rows(hidden), predecessors(blocks, net.config.first_slot)
+        weights, labels = blocks.weights[:, slots].flatten(), blocks.labels[:, slots].flatten()
+        return _Task(
+            rows,
+            previous,
+            weights,
+            labels,
+            teacher_rows=blocks.teacher_rows[:, slots].flatten(),
+            is_taught=(weights > 0) & (head.rows(labels) >= 0),
+            bias=_markov_bias(net, head, rows, previous),
+        )
+
+
 def member_loss(
     net: DFlash,
     objective: Objective,
@@ -58,34 +86,27 @@ def member_loss(
 ) -> MemberLoss:
     """The objective over the blocks; the predecessor of each position is the true one.
 
+    Where heads alone learn, it is their loss alone, and no more is computed.
+
     Args:
         hidden: [T, H], from `forward_blocks`.
         teacher: the rows of `pack_teacher`; None for the cross-entropy alone.
         over_ranks: sums the weights that each part of the loss is divided by, so that the losses
             of all ranks add up to that of the whole batch.
     """
-    slots = slice(net.config.first_slot, None)
-    rows, previous = net.drafting_rows(hidden), predecessors(blocks, net.config.first_slot)
-    weights, labels = blocks.weights[:, slots].flatten(), blocks.labels[:, slots].flatten()
-    is_taught = (weights > 0) & (head.rows(labels) >= 0)
-    loss, stats = draft_loss(
-        objective,
-        head,
-        rows.flatten(0, 1),
-        weights,
-        None if teacher is None else teacher[blocks.teacher_rows[:, slots].flatten()],
-        labels,
-        total_weight=over_ranks(weights[is_taught].sum()),
-        bias=_markov_bias(net, head, rows, previous),
-    )
-    if net.candidate_selector is not None:
-        loss = loss + _selector_loss(net, head, rows, previous, blocks, over_ranks)
-    if net.confidence_head is not None:
-        is_right = stats.hits.view(previous.shape)
-        logits = net.confidence(rows, previous)
-        by_slot = blocks.weights[:, slots]
-        loss = loss + confidence_loss(logits, is_right, by_slot, over_ranks)
-    return MemberLoss(loss, stats.positions, int(stats.hits.sum()), stats.clip_rate)
+    task = _Task.of(net, head, hidden, blocks)
+    learning = [name for name, each in net.named_parameters() if each.requires_grad]
+    if learning and all(map(is_head, learning)) and not hidden.requires_grad:
+        with torch.no_grad():
+            choices = _choices(net, objective, head, task)
+        positions, hits = int(task.is_taught.sum()), int((choices.hits & task.is_taught).sum())
+        result = MemberLoss(hidden.new_zeros(()), positions, hits, 0.0)
+    else:
+        result, choices = _drafting_loss(net, objective, head, task, teacher, over_ranks)
+    value = result.value
+    for loss in _head_losses(net, objective, hidden, task, choices, over_ranks):
+        value = value + loss
+    return replace(result, value=value)
 
 
 def no_loss(net: DFlash, nothing: Tensor, over_ranks: OverRanks) -> MemberLoss:
@@ -94,10 +115,78 @@ def no_loss(net: DFlash, nothing: Tensor, over_ranks: OverRanks) -> MemberLoss:
     Args:
         nothing: a zero on the rank's device.
     """
-    parts = 1 + (net.candidate_selector is not None) + (net.confidence_head is not None)
-    for _ in range(parts):
+    parts = (net.candidate_selector, net.confidence_head, net.length_head)
+    for _ in range(1 + sum(part is not None for part in parts)):
         over_ranks(nothing.clone())
     return MemberLoss(nothing, 0, 0, 0.0)
+
+
+def _drafting_loss(
+    net: DFlash,
+    objective: Objective,
+    head: Head,
+    task: _Task,
+    teacher: Tensor | None,
+    over_ranks: OverRanks,
+) -> tuple[MemberLoss, Choices]:
+    """The loss of what drafts, and what it drafts."""
+    is_judged = isinstance(net.length_head, HazardHead) and net.candidate_selector is None
+    loss, stats = draft_loss(
+        objective,
+        head,
+        task.rows.flatten(0, 1),
+        task.weights,
+        None if teacher is None else teacher[task.teacher_rows],
+        task.labels,
+        total_weight=over_ranks(task.weights[task.is_taught].sum()),
+        bias=task.bias,
+        with_certainty=is_judged,
+    )
+    choices = Choices(stats.hits, stats.certainty)
+    if net.candidate_selector is not None:
+        selecting, choices = _selector_loss(net, head, task, over_ranks)
+        loss = loss + selecting
+    elif stats.certainty is not None:
+        # What is outside the draft vocabulary teaches drafting nothing, but is a draft refused.
+        others = (task.weights > 0) & ~task.is_taught
+        found = _chosen(objective, head, task, others).certainty
+        assert found is not None
+        choices = Choices(stats.hits, stats.certainty + found)
+    hits = int(stats.hits.sum())
+    return MemberLoss(loss, stats.positions, hits, stats.clip_rate), choices
+
+
+def _choices(net: DFlash, objective: Objective, head: Head, task: _Task) -> Choices:
+    """What is drafted at all known positions."""
+    if net.candidate_selector is not None:
+        return _selector_loss(net, head, task, alone)[1]
+    return _chosen(objective, head, task, task.weights > 0)
+
+
+def _chosen(objective: Objective, head: Head, task: _Task, is_wanted: Tensor) -> Choices:
+    rows, bias = task.rows.flatten(0, 1), task.bias
+    return choose(head, rows, task.labels, is_wanted, bias, objective.chunk_rows)
+
+
+def _head_losses(
+    net: DFlash,
+    objective: Objective,
+    hidden: Tensor,
+    task: _Task,
+    choices: Choices,
+    over_ranks: OverRanks,
+) -> Iterator[Tensor]:
+    """Of the heads that judge drafts."""
+    shape = task.previous.shape
+    is_right, weights = choices.hits.view(shape), task.weights.view(shape)
+    if net.confidence_head is not None:
+        logits = net.confidence(task.rows, task.previous)
+        yield confidence_loss(logits, is_right, weights, over_ranks)
+    if net.length_head is not None:
+        sure = None if choices.certainty is None else choices.certainty.view(*shape, 2)
+        num_known = (weights > 0).sum(1)
+        label = objective.length_label
+        yield length_loss(net, hidden, is_right, sure, num_known, label, over_ranks)
 
 
 def _markov_bias(net: DFlash, head: Head, rows: Tensor, previous: Tensor) -> Bias | None:
@@ -114,21 +203,16 @@ def predecessors(blocks: Blocks, first_slot: int) -> Tensor:
 
 
 def _selector_loss(
-    net: DFlash,
-    head: Head,
-    rows: Tensor,
-    previous: Tensor,
-    blocks: Blocks,
-    over_ranks: OverRanks,
-) -> Tensor:
-    """Cross-entropy among the best candidates, where the label is one of them."""
+    net: DFlash, head: Head, task: _Task, over_ranks: OverRanks
+) -> tuple[Tensor, Choices]:
+    """Cross-entropy among the best candidates, where the label is one of them; its choices."""
     config, selector = net.config, net.candidate_selector
     assert selector is not None
-    labels = head.rows(blocks.labels[:, config.first_slot :].flatten())
-    weights = blocks.weights[:, config.first_slot :].flatten().where(labels >= 0, 0.0)
-    losses, taught = [rows.new_zeros(0, dtype=torch.float32)], [weights[:0]]
+    labels, weights = head.rows(task.labels), task.weights.where(task.is_taught, 0.0)
+    losses, taught = [task.rows.new_zeros(0, dtype=torch.float32)], [weights[:0]]
+    flat, before = task.rows.flatten(0, 1), task.previous.flatten()
+    hits, sure = task.is_taught.clone(), flat.new_zeros(len(flat), 2, dtype=torch.float32)
     step = _BLOCKS_AT_ONCE * config.num_drafts
-    flat, before = rows.flatten(0, 1), previous.flatten()
     for begin in range(0, len(flat), step):
         part = slice(begin, begin + step)
         candidates = _candidates(head, flat[part].detach(), config.selector_top_k)
@@ -140,34 +224,15 @@ def _selector_loss(
         gold = found[chosen].int().argmax(-1)
         losses.append(F.cross_entropy(scores[chosen], gold, reduction="none"))
         taught.append(weights[part][chosen])
+        best = scores.argmax(-1)
+        is_right = found.gather(-1, best.unsqueeze(-1)).squeeze(-1)
+        hits[part] &= is_right
+        sure[part] = certainty(scores.detach(), best).to(sure.dtype)
     total = (torch.cat(losses) * torch.cat(taught)).sum()
-    return total / over_ranks(weights.sum()).clamp(min=_TINY)
+    return total / over_ranks(weights.sum()).clamp(min=_TINY), Choices(hits, sure)
 
 
 @torch.no_grad()
 def _candidates(head: Head, rows: Tensor, count: int) -> Tensor:
     logits = F.linear(rows.to(head.weight.dtype), head.weight)
     return best_candidates(logits, min(count, len(head.weight)))[1]
-
-
-def confidence_loss(
-    logits: Tensor, is_right: Tensor, weights: Tensor, over_ranks: OverRanks = alone
-) -> Tensor:
-    """Mean binary cross-entropy of DSpark's confidence head, weighted like the drafts.
-
-    The label of a draft is whether it is accepted: whether it is the token of the text. (DSpark
-    takes 1 - |p - q| / 2 of the two distributions, with which sampled drafts are accepted; ours
-    are the argmax.) Only drafts behind nothing but right ones count, since the others are never
-    looked at: so the product over a block's first drafts is how likely all of them are accepted.
-
-    Args:
-        logits: [B, N], of the head.
-        is_right: bool [B, N], also where the token is outside the draft vocabulary: never right.
-        weights: [B, N], 0 where the text has ended.
-        over_ranks: see member_loss.
-    """
-    reached = F.pad(is_right[:, :-1].int().cumprod(1), (1, 0), value=1)
-    weights = weights * reached
-    labels = is_right.float()
-    losses = F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none")
-    return (losses * weights).sum() / over_ranks(weights.sum()).clamp(min=_TINY)

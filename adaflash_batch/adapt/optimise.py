@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -14,8 +14,9 @@ from adaflash_batch.adapt.batch_loss import BatchLoss
 from adaflash_batch.adapt.blocks import pick_anchors
 from adaflash_batch.adapt.losses import Head, Objective
 from adaflash_batch.adapt.optimiser import Optimiser, OptimiserKind
-from adaflash_batch.adapt.parameters import AdaptedParameters, MovedParameters
+from adaflash_batch.adapt.parameters import AdaptedParameters, MovedParameters, is_head
 from adaflash_batch.drafter.model import DFlash
+from adaflash_batch.errors import ConfigError
 from adaflash_batch.exchange import Trajectory
 
 LARGEST_GRADIENT = 1.0
@@ -98,7 +99,10 @@ class DrafterTrainer:
         rank: int = 8,
     ) -> None:
         self.net = net
+        check_label(net, objective)
         self._moved = MovedParameters(net, compute=compute, kind=parameters, rank=rank)
+        if parameters == "heads":
+            objective = replace(objective, kind="ce")  # they have no teacher but the text
         self._batch = BatchLoss(embedding, head, objective, gamma).to(embedding.device, compute)
         self._anchors = anchors
         self._optimiser = Optimiser(self._moved.masters, kind=optimiser, weight_decay=weight_decay)
@@ -175,16 +179,24 @@ class DrafterTrainer:
 
 
 def clipped_apart(net: DFlash, moved: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Parameters whose gradients are bounded together: what drafts, and the confidence head.
+    """Parameters whose gradients are bounded together: what drafts, and the heads that judge it.
 
     The latter's must not shorten the steps of what drafts.
     """
-    confidence = [] if net.confidence_head is None else list(net.confidence_head.parameters())
-    ids = {id(parameter) for parameter in confidence}
+    ids = {id(parameter) for name, parameter in net.named_parameters() if is_head(name)}
     parts: tuple[list[Tensor], list[Tensor]] = ([], [])
     for parameter in moved:
         parts[id(parameter) in ids].append(parameter)
     return parts
+
+
+def check_label(net: DFlash, objective: Objective) -> None:
+    """Raises ConfigError for a label that the net's length head does not learn from."""
+    if objective.length_label == "truncated" and net.config.length_head != "adaflash":
+        raise ConfigError(
+            "length_label is 'truncated', and the drafter has no length head of AdaFlash's",
+            "Only that one can be taught by what the width that it asks for would show",
+        )
 
 
 def learning_rate(peak: float, warm_up: float, progress: float) -> float:

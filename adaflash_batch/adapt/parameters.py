@@ -2,7 +2,8 @@
 
     all    every parameter
     new    the parts that the published DFlash backbone lacks: Markov head, confidence head,
-           selector, convolutions, input projection
+           selector, convolutions, input projection, length head
+    heads  those that only judge drafts: confidence head, length head
     lora   W + B A for the projections of the backbone and the input projection (LoRA, arXiv
            2106.09685), and as in `new` the parts that are no such projection
 
@@ -28,12 +29,13 @@ from adaflash_batch.adapt.randomness import seed_of
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.errors import ConfigError
 
-AdaptedParameters = Literal["all", "new", "lora"]
+AdaptedParameters = Literal["all", "new", "lora", "heads"]
 
-_KINDS = ("all", "new", "lora")
+_KINDS = ("all", "new", "lora", "heads")
 # Where the projections are; tables of tokens and the kernels of convolutions are no projections.
 _PROJECTIONS = ("fc.", "layers.", "input_projection.")
-_NEW_PARTS = ("markov_head.", "confidence_head.", "candidate_selector.", "input_projection.")
+_HEADS = ("confidence_head.", "length_head.")
+_NEW_PARTS = ("markov_head.", "candidate_selector.", "input_projection.", *_HEADS)
 _CONVOLUTIONS = "_conv."
 _A, _B = ".lora_a", ".lora_b"
 
@@ -48,13 +50,26 @@ def is_new(name: str) -> bool:
     return name.startswith(_NEW_PARTS) or _CONVOLUTIONS in name
 
 
+def is_head(name: str) -> bool:
+    """Whether a parameter belongs to a head that judges drafts and changes none."""
+    return name.startswith(_HEADS)
+
+
+def _is_moved(name: str, kind: AdaptedParameters) -> bool:
+    """Whether a parameter is moved itself, low-rank additions aside."""
+    if kind == "heads":
+        return is_head(name)
+    return kind == "all" or is_new(name)
+
+
 class MovedParameters:
     """What an optimiser moves of a drafter, and the copy of it that forward and backward run.
 
     Args:
         net: the master weights; changed in place by `spread`, with additions merged.
         compute: dtype of the copy. Without need for a copy it is `net` itself.
-        kind: see above. Raises ConfigError for other words, and for `new` where there is no part.
+        kind: see above. Raises ConfigError for other words, and for `new` and `heads` where there
+            is no such part.
         rank: of the additions.
 
     Attributes:
@@ -72,7 +87,7 @@ class MovedParameters:
         self._net, self._rank = net, rank
         named = dict(net.named_parameters())
         low_rank = [n for n, p in named.items() if kind == "lora" and is_projection(n, p)]
-        self._full = [n for n in named if kind == "all" or (is_new(n) and n not in low_rank)]
+        self._full = [n for n in named if _is_moved(n, kind) and n not in low_rank]
         self.masters: dict[str, Tensor] = {name: named[name] for name in self._full}
         self._leaves: dict[str, Tensor] = {
             name: leaf for name, leaf in self.working.named_parameters() if name in self.masters
@@ -155,13 +170,18 @@ class MovedParameters:
 
 def _check(net: DFlash, kind: AdaptedParameters, rank: int) -> None:
     if kind not in _KINDS:
-        raise ConfigError(f"adapted parameters are {kind!r}, they must be all, new or lora")
+        raise ConfigError(f"adapted parameters are {kind!r}, they must be all, new, lora or heads")
     if rank < 1:
         raise ConfigError(f"the rank of low-rank additions is {rank}, it must be 1 or more")
     if kind == "new" and not any(is_new(name) for name, _ in net.named_parameters()):
         raise ConfigError(
             "adapted parameters are 'new', and the drafter is a plain DFlash without new parts",
             "Adapt all or lora, or grow the drafter a part",
+        )
+    if kind == "heads" and not any(is_head(name) for name, _ in net.named_parameters()):
+        raise ConfigError(
+            "adapted parameters are 'heads', and the drafter has no confidence or length head",
+            "Give it one: drafter train --from DIR --length-head hazard --parameters heads",
         )
 
 

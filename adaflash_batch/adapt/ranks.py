@@ -20,7 +20,7 @@ from torch import Tensor
 from adaflash_batch.adapt.batch_loss import BatchLoss
 from adaflash_batch.adapt.blocks import pick_anchors
 from adaflash_batch.adapt.losses import Head, Objective
-from adaflash_batch.adapt.optimise import Update
+from adaflash_batch.adapt.optimise import Update, check_label
 from adaflash_batch.adapt.optimiser import OptimiserKind
 from adaflash_batch.adapt.rank_group import RankGroup
 from adaflash_batch.adapt.rank_process import RankSetup
@@ -89,6 +89,7 @@ class RankedTrainer:
         optimiser: OptimiserKind = "adamw",
     ) -> None:
         check_ranks(optimiser)
+        check_label(net, objective)
         self._net, self._anchors = net, anchors
         self._is_current = True
         batch = BatchLoss(embedding.detach(), head, objective, gamma).to(_CPU, compute)

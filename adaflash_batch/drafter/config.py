@@ -14,6 +14,7 @@ FULL = "full_attention"
 SLIDING = "sliding_attention"
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
+LENGTH_HEADS = ("hazard", "adaflash")
 Member = Literal["DFlash", "DSpark", "DFlash 2"]
 
 
@@ -52,6 +53,8 @@ class DrafterConfig:
         input_embedding_scale: factor of the target's embedding rows.
         has_causal_windows: whether rows of sliding layers see no later row of their block.
         has_input_projection: whether input_projection.py is part of it; no published drafter's.
+        length_head: "hazard" or "adaflash" (length.py), "" without; no published drafter's.
+        length_head_width: of its hidden layers; 0 where it is linear.
     """
 
     hidden_size: int
@@ -85,6 +88,8 @@ class DrafterConfig:
     input_embedding_scale: float = 1.0
     has_causal_windows: bool = False
     has_input_projection: bool = False
+    length_head: str = ""
+    length_head_width: int = 0
 
     def __post_init__(self) -> None:
         if not self.layer_types:
@@ -134,6 +139,7 @@ def _rules(config: DrafterConfig) -> Iterator[tuple[bool, str]]:
     yield from _markov_rules(config)
     yield from _dflash2_rules(config)
     yield from _scale_rules(config)
+    yield from _length_rules(config)
 
 
 def _size_rules(c: DrafterConfig) -> Iterator[tuple[bool, str]]:
@@ -251,6 +257,21 @@ def _scale_rules(c: DrafterConfig) -> Iterator[tuple[bool, str]]:
     yield (
         not c.from_anchor or (*scales.values(),) == (1.0, 1.0, None),
         f"DSpark knows no scales of logits and embeddings: {scales}",
+    )
+
+
+def _length_rules(c: DrafterConfig) -> Iterator[tuple[bool, str]]:
+    yield (
+        c.length_head in ("", *LENGTH_HEADS),
+        f"length_head is {c.length_head!r}, known are {', '.join(LENGTH_HEADS)}",
+    )
+    yield (
+        c.length_head_width >= (c.length_head == "adaflash"),
+        f"length_head_width is {c.length_head_width}, it must be 0 or more, for adaflash above 0",
+    )
+    yield (
+        bool(c.length_head) or not c.length_head_width,
+        f"length_head_width is {c.length_head_width} without a length_head",
     )
 
 

@@ -1,4 +1,4 @@
-"""A DFlash drafter grows the parts of DFlash 2."""
+"""A drafter grows parts: DFlash those of DFlash 2, any a length head."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from adaflash_batch.drafter.config import DrafterConfig
 from adaflash_batch.drafter.model import DFlash, silence
 from adaflash_batch.errors import ConfigError
 
@@ -38,9 +39,31 @@ def grow_dflash2(
         selector_rank=selector_rank,
         selector_top_k=selector_top_k,
     )
+    grown = _enlarged(net, config)
+    silence(grown, generator)
+    return grown
+
+
+def grow_length_head(net: DFlash, generator: torch.Generator, *, kind: str, width: int) -> DFlash:
+    """A drafter with a length head that says one half of everything, and drafts exactly the same.
+
+    Args:
+        net: has none; left as it is, the result has copies of its weights.
+        generator: draws the head's first weights, on the CPU.
+        kind, width: see DrafterConfig. Raises ConfigError where they do not fit.
+    """
+    assert net.length_head is None, "a drafter has one length head"
+    config = dataclasses.replace(net.config, length_head=kind, length_head_width=width)
+    grown = _enlarged(net, config)
+    assert grown.length_head is not None, "no kind of head was named"
+    grown.length_head.make_neutral(generator)
+    return grown
+
+
+def _enlarged(net: DFlash, config: DrafterConfig) -> DFlash:
+    """A drafter of this shape with copies of the weights that the net has; the rest is not set."""
     with torch.device("meta"):
         grown = DFlash(config)
     grown = grown.to(net.fc.weight.dtype).to_empty(device=net.fc.weight.device)
     grown.load_state_dict(net.state_dict(), strict=False)
-    silence(grown, generator)
     return grown

@@ -52,6 +52,9 @@ def parse(fields: Fields, num_target_layers: int) -> DrafterConfig:
         shape["has_causal_windows"] = True
     if fields.get("input_projection") is not None:
         shape["has_input_projection"] = fields.boolean("input_projection")
+    if fields.get("length_head") is not None:
+        shape["length_head"] = fields.text("length_head")
+        shape["length_head_width"] = fields.integer("length_head_width")
     try:
         return DrafterConfig(
             **shape,

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from adaflash_batch.drafter.length import Watch
+
 __all__ = ["ConfidenceHead", "MarkovHead"]
 
 
@@ -59,7 +61,12 @@ class MarkovHead(nn.Module):
         return weight if token_ids is None else weight[token_ids]
 
     def walk(
-        self, hidden: Tensor, logits: Tensor, anchors: Tensor, token_ids: Tensor | None = None
+        self,
+        hidden: Tensor,
+        logits: Tensor,
+        anchors: Tensor,
+        token_ids: Tensor | None = None,
+        watch: Watch | None = None,
     ) -> Tensor:
         """Draft ids [B, N], each the argmax given the one before.
 
@@ -68,12 +75,16 @@ class MarkovHead(nn.Module):
             logits: [B, N, V], its output.
             anchors: ids [B].
             token_ids: [V], the tokens of the logits; None for all.
+            watch: is shown every choice.
         """
         previous, drafts, rows = anchors, [], self.rows(token_ids)
         state = hidden.new_zeros(hidden.shape[0], self.rank)
         for slot in range(hidden.shape[1]):
             latent, state = self._step(hidden[:, slot], previous, state)
-            best = (logits[:, slot] + F.linear(latent, rows)).argmax(-1)
+            scores = logits[:, slot] + F.linear(latent, rows)
+            best = scores.argmax(-1)
+            if watch is not None:
+                watch(scores, best)
             previous = best if token_ids is None else token_ids[best]
             drafts.append(previous)
         return torch.stack(drafts, dim=1)

@@ -146,6 +146,8 @@ def write(config: DrafterConfig) -> dict[str, Any]:
             own[name] = getattr(config, name)
     if config.has_input_projection:
         own["input_projection"] = True
+    if config.length_head:
+        own |= {"length_head": config.length_head, "length_head_width": config.length_head_width}
     return {**top, "dflash_config": own}
 
 

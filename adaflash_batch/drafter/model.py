@@ -10,7 +10,8 @@ into keys and values with the same projections that serve its own block.
     logits  = target's lm_head(block output); slot i drafts the token at anchor + i
 
 DSpark lets the anchor's slot draft too (slot j: the token at anchor + 1 + j) and adds a Markov head
-(markov.py); DFlash 2 adds convolutions (convolution.py) and a selector (selector.py).
+(markov.py); DFlash 2 adds convolutions (convolution.py) and a selector (selector.py). A length head
+(length.py) of any member says how far its drafts are worth verifying, and changes none of them.
 
 T rows (block rows of all requests, one after another), B blocks, N slots of a block that draft,
 C context tokens, H hidden, D head_dim, V vocabulary.
@@ -23,12 +24,23 @@ from functools import partial
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adaflash_batch.drafter.config import DrafterConfig, build_target_layer_ids
 from adaflash_batch.drafter.convolution import BlockConvolution
 from adaflash_batch.drafter.input_projection import InputProjection
+from adaflash_batch.drafter.layers import DrafterLayer, signed_rotation
+from adaflash_batch.drafter.length import (
+    ADAFLASH,
+    HAZARD,
+    AdaFlashHead,
+    HazardHead,
+    LengthHead,
+    Proposal,
+    Watch,
+    certainty,
+    survival_of,
+)
 from adaflash_batch.drafter.markov import ConfidenceHead, MarkovHead
 from adaflash_batch.drafter.selector import CandidateSelector, best_candidates
 
@@ -46,136 +58,6 @@ key is seen iff query position - key position < window.
 Head = Callable[[Tensor], Tensor]
 """The target's lm_head: [.., H] to [.., V]."""
 
-Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""`Attend` of one layer."""
-
-
-def _pack(linears: Sequence[nn.Linear]) -> Tensor:
-    """Move the weights of several projections into one storage, of which each stays a view."""
-    packed = torch.cat([linear.weight.detach() for linear in linears])
-    parts = torch.split(packed, [linear.out_features for linear in linears])
-    for linear, part in zip(linears, parts, strict=True):
-        linear.weight.data = part
-    return packed
-
-
-def _project(x: Tensor, linears: Sequence[nn.Linear], packed: Tensor | None) -> Tensor:
-    """The projections of x side by side, by one matmul where the weights lie packed.
-
-    Whoever replaces weights instead of writing into them (`.to(...)`, deepcopy, `assign=True`)
-    leaves the packed copy behind: the address differs, and the projections run one by one.
-    """
-    if (
-        packed is not None
-        and not torch.is_grad_enabled()
-        and packed.data_ptr() == linears[0].weight.data_ptr()
-    ):
-        return F.linear(x, packed)
-    return torch.cat([linear(x) for linear in linears], dim=-1)
-
-
-def _rotation(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin as `_rotate` wants them: [T, 1, D], minus sign folded into sin's first half."""
-    half = sin.shape[-1] // 2
-    signed = torch.cat((-sin[:, :half], sin[:, half:]), dim=-1)
-    return cos.unsqueeze(1).to(dtype), signed.unsqueeze(1).to(dtype)
-
-
-def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
-
-
-class _Attention(nn.Module):
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.num_heads = config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads
-        self.head_dim = config.head_dim
-        self.eps = config.rms_norm_eps
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=self.eps)
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=self.eps)
-        self.packed: Tensor | None = None
-        self.packed_kv: Tensor | None = None
-
-    def fuse(self) -> None:
-        self.packed = _pack((self.q_proj, self.k_proj, self.v_proj))
-        self.packed_kv = self.packed[self.q_proj.out_features :]
-
-    def qkv(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
-        joined = _project(x, (self.q_proj, self.k_proj, self.v_proj), self.packed)
-        joined = joined.view(x.shape[0], heads + 2 * kv_heads, dim)
-        # Queries and keys are normed and rotated together: half the operations on small tensors.
-        scale = torch.cat(
-            (self.q_norm.weight.expand(heads, dim), self.k_norm.weight.expand(kv_heads, dim))
-        )
-        qk = F.rms_norm(joined[:, : heads + kv_heads], (dim,), None, self.eps) * scale
-        qk = _rotate(qk, cos, signed_sin)
-        return qk[:, :heads], qk[:, heads:], joined[:, heads + kv_heads :]
-
-    def context_kv(self, context: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        joined = _project(context, (self.k_proj, self.v_proj), self.packed_kv)
-        joined = joined.view(context.shape[0], 2 * self.num_kv_heads, self.head_dim)
-        k, v = joined.chunk(2, dim=1)
-        k = F.rms_norm(k, (self.head_dim,), None, self.eps) * self.k_norm.weight
-        return _rotate(k, *_rotation(cos, sin, k.dtype)), v
-
-
-class _MLP(nn.Module):
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.packed: Tensor | None = None
-
-    def fuse(self) -> None:
-        self.packed = _pack((self.gate_proj, self.up_proj))
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = _project(x, (self.gate_proj, self.up_proj), self.packed).chunk(2, dim=-1)
-        return cast(Tensor, self.down_proj(F.silu(gate) * up))
-
-
-class _Layer(nn.Module):
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.block_size = config.block_size
-        self.self_attn = _Attention(config)
-        self.mlp = _MLP(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.attention_conv = _convolution(config)
-        self.mlp_conv = _convolution(config)
-
-    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], attend: Mix) -> Tensor:
-        def attention(x: Tensor) -> Tensor:
-            attended = attend(*self.self_attn.qkv(x, *rotation))
-            return cast(Tensor, self.self_attn.o_proj(attended))
-
-        x = self.input_layernorm(hidden)
-        hidden = hidden + self._around(self.attention_conv, attention, x)
-        x = self.post_attention_layernorm(hidden)
-        return hidden + self._around(self.mlp_conv, self.mlp, x)
-
-    def _around(
-        self, convolution: BlockConvolution | None, sublayer: Callable[[Tensor], Tensor], x: Tensor
-    ) -> Tensor:
-        if convolution is None:
-            return sublayer(x)
-        return convolution.around(sublayer, x, self.block_size)
-
-
-def _convolution(config: DrafterConfig) -> BlockConvolution | None:
-    if not config.conv_kernel_size:
-        return None
-    return BlockConvolution(config.hidden_size, config.conv_kernel_size, config.conv_group_size)
-
 
 class DFlash(nn.Module):
     """The drafter's weights under the names of published checkpoints, and what is done with them.
@@ -189,12 +71,13 @@ class DFlash(nn.Module):
         self.config = config
         self.fc = nn.Linear(config.num_features, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.markov_head = _markov_head(config)
         self.confidence_head = _confidence_head(config)
         self.candidate_selector = _candidate_selector(config)
         self.input_projection = _input_projection(config)
+        self.length_head = _length_head(config)
         # No buffer: `.to(bfloat16)` would round the frequencies. Always made on the CPU, also when
         # the weights are made on the meta device.
         exponents = torch.arange(0, config.head_dim, 2, device="cpu").float() / config.head_dim
@@ -229,7 +112,7 @@ class DFlash(nn.Module):
 
         cos and sin: `rotary` of the absolute positions of the context tokens.
         """
-        return cast(_Layer, self.layers[layer]).self_attn.context_kv(context, cos, sin)
+        return cast(DrafterLayer, self.layers[layer]).self_attn.context_kv(context, cos, sin)
 
     def rows(self, embeddings: Tensor, states: Tensor) -> Tensor:
         """What `block` takes [T, H]: the embeddings, with the input projection where there is one.
@@ -249,7 +132,7 @@ class DFlash(nn.Module):
         T is whole blocks of `config.block_size` rows.
         cos and sin: `rotary` of the absolute positions of the rows.
         """
-        rotation = _rotation(cos, sin, embeddings.dtype)
+        rotation = signed_rotation(cos, sin, embeddings.dtype)
         scale = self.config.input_embedding_scale
         hidden = embeddings if scale == 1 else embeddings * scale
         for index, layer in enumerate(self._layers()):
@@ -276,16 +159,68 @@ class DFlash(nn.Module):
                 the drafter has one.
             token_ids: [V], the draft vocabulary, ascending; None where logit v is that of token v.
         """
-        rows = self.drafting_rows(hidden)
+        return self._walk(self.drafting_rows(hidden), anchors, head, token_ids, None)
+
+    def propose_judged(
+        self, hidden: Tensor, anchors: Tensor, head: Head, token_ids: Tensor | None = None
+    ) -> Proposal:
+        """What `propose` drafts, with what the net's own heads say of it.
+
+        Survival is the hazard head's, without one DSpark's confidence head's.
+        """
+        rows, seen = self.drafting_rows(hidden), list[Tensor]()
+
+        def watch(scores: Tensor, best: Tensor) -> None:
+            seen.append(certainty(scores, best))
+
+        wants_certainty = isinstance(self.length_head, HazardHead)
+        drafts = self._walk(rows, anchors, head, token_ids, watch if wants_certainty else None)
+        survival = length = None
+        if isinstance(self.length_head, HazardHead):
+            survival = survival_of(self.length_head(rows, torch.stack(seen, dim=1)))
+        elif self.confidence_head is not None:
+            previous = torch.cat((anchors.unsqueeze(1), drafts[:, :-1]), dim=1)
+            survival = self._trust(self.confidence(rows, previous))
+        if isinstance(self.length_head, AdaFlashHead):
+            length = self.length(hidden)
+        return Proposal(drafts, survival, length)
+
+    def _walk(
+        self,
+        rows: Tensor,
+        anchors: Tensor,
+        head: Head,
+        token_ids: Tensor | None,
+        watch: Watch | None,
+    ) -> Tensor:
+        """`propose`; `watch` is shown every choice, slot by slot."""
         logits = head(rows.flatten(0, 1)).view(*rows.shape[:2], -1)
         if self.markov_head is not None:
-            return self.markov_head.walk(rows, logits, anchors, token_ids)
+            return self.markov_head.walk(rows, logits, anchors, token_ids, watch)
         if self.candidate_selector is not None:
             best, candidates = best_candidates(logits, self.config.selector_top_k)
             candidates = candidates if token_ids is None else token_ids[candidates]
-            return self.candidate_selector.walk(rows, self.scaled(best), candidates, anchors)
+            scores = self.scaled(best)
+            return self.candidate_selector.walk(rows, scores, candidates, anchors, watch)
         drafts = logits.argmax(-1)
+        if watch is not None:
+            for slot in range(rows.shape[1]):
+                watch(logits[:, slot], drafts[:, slot])
         return drafts if token_ids is None else token_ids[drafts]
+
+    def length(self, hidden: Tensor) -> Tensor:
+        """AdaFlash's scalar head [B] of `block`'s output [T, H]; gradients reach it alone."""
+        assert isinstance(self.length_head, AdaFlashHead)
+        blocks = hidden.view(-1, self.config.block_size, hidden.shape[-1])
+        return cast(Tensor, self.length_head(blocks))
+
+    def _trust(self, logits: Tensor) -> Tensor:
+        """Survival [B, N] of the confidence head's logits."""
+        temperatures = self.config.confidence_temperatures
+        logits = logits.float()
+        if temperatures:
+            logits = logits / torch.tensor(temperatures, device=logits.device)
+        return survival_of(-logits)
 
     def scaled(self, logits: Tensor) -> Tensor:
         """The head's logits with multiplier and soft cap, float32; their order is the same."""
@@ -307,8 +242,8 @@ class DFlash(nn.Module):
         # How sure the drafter is must not change what it drafts.
         return cast(Tensor, self.confidence_head(rows.detach()))
 
-    def _layers(self) -> Sequence[_Layer]:
-        return cast(Sequence[_Layer], self.layers)
+    def _layers(self) -> Sequence[DrafterLayer]:
+        return cast(Sequence[DrafterLayer], self.layers)
 
 
 def _markov_head(config: DrafterConfig) -> MarkovHead | None:
@@ -331,6 +266,14 @@ def _candidate_selector(config: DrafterConfig) -> CandidateSelector | None:
     return CandidateSelector(config.vocab_size, config.hidden_size, config.selector_rank)
 
 
+def _length_head(config: DrafterConfig) -> LengthHead | None:
+    if config.length_head == HAZARD:
+        return HazardHead(config.hidden_size, config.num_drafts, config.length_head_width)
+    if config.length_head == ADAFLASH:
+        return AdaFlashHead(config.hidden_size, config.length_head_width)
+    return None
+
+
 def _input_projection(config: DrafterConfig) -> InputProjection | None:
     if not config.has_input_projection:
         return None
@@ -340,7 +283,8 @@ def _input_projection(config: DrafterConfig) -> InputProjection | None:
 def initialise(config: DrafterConfig, generator: torch.Generator) -> DFlash:
     """A float32 drafter on the CPU: weights from N(0, 0.02), norms of 1, biases of 0.
 
-    Markov head, convolutions and selector begin without effect. The generator alone decides:
+    Markov head, convolutions and selector begin without effect, length heads with one half. The
+    generator alone decides:
     torch's global random state is neither read nor moved.
     """
     with torch.device("meta"):
@@ -348,6 +292,8 @@ def initialise(config: DrafterConfig, generator: torch.Generator) -> DFlash:
     model.to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if name.startswith("length_head."):
+                continue  # drawn last, so that with and without it all else is the same
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.02, generator=generator)
             else:
@@ -355,6 +301,8 @@ def initialise(config: DrafterConfig, generator: torch.Generator) -> DFlash:
         if model.markov_head is not None:
             model.markov_head.markov_w2.weight.zero_()
     silence(model, generator)
+    if model.length_head is not None:
+        model.length_head.make_neutral(generator)
     return model
 
 

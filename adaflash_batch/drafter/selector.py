@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from adaflash_batch.drafter.length import Watch
+
 __all__ = ["CandidateSelector", "best_candidates"]
 
 
@@ -39,7 +41,14 @@ class CandidateSelector(nn.Module):
         right = self.successor_codebook[candidates].float()
         return torch.matmul(right, left.unsqueeze(-1)).squeeze(-1)
 
-    def walk(self, hidden: Tensor, logits: Tensor, candidates: Tensor, anchors: Tensor) -> Tensor:
+    def walk(
+        self,
+        hidden: Tensor,
+        logits: Tensor,
+        candidates: Tensor,
+        anchors: Tensor,
+        watch: Watch | None = None,
+    ) -> Tensor:
         """Draft ids [B, N]; among equals the candidate that stands first.
 
         Args:
@@ -47,12 +56,15 @@ class CandidateSelector(nn.Module):
             logits: float32 [B, N, K], of the candidates.
             candidates: ids [B, N, K].
             anchors: ids [B].
+            watch: is shown every choice.
         """
         previous, drafts = anchors, []
         for slot in range(hidden.shape[1]):
             choices = candidates[:, slot]
             scores = logits[:, slot] + self.edges(hidden[:, slot], previous, choices)
             best = scores.argmax(-1, keepdim=True)
+            if watch is not None:
+                watch(scores, best.squeeze(-1))
             previous = choices.gather(-1, best).squeeze(-1)
             drafts.append(previous)
         return torch.stack(drafts, dim=1)

@@ -12,6 +12,7 @@ import torch
 
 from adaflash_batch.drafter.checkpoint import TargetFacts
 from adaflash_batch.drafter.checkpoint import load as load_drafter
+from adaflash_batch.drafter.length import ADAFLASH
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.drafter.versions import VersionStore
 from adaflash_batch.drafter.vocabulary import load_vocabulary
@@ -143,6 +144,7 @@ def assemble(plan: DecoderPlan, *, notify: Callable[[str], None]) -> Assembly:
     facts = _facts(target, plan.tokenizer_digest)
     origin = _choose(plan, facts, notify)
     net = None if origin is None else load_net(origin.folder, target, plan.tokenizer_digest)
+    _check_widths(plan, net)
     cost = StepCost(about(target, "" if net is None else str(net.config)))
     decoder = Decoder(
         target,
@@ -156,6 +158,15 @@ def assemble(plan: DecoderPlan, *, notify: Callable[[str], None]) -> Assembly:
         context=_context(plan, target),
     )
     return Assembly(decoder, origin, facts, _learn_costs(plan, decoder, notify))
+
+
+def _check_widths(plan: DecoderPlan, net: DFlash | None) -> None:
+    if plan.policy.widths == "adaflash" and (net is None or net.config.length_head != ADAFLASH):
+        raise ConfigError(
+            "widths by AdaFlash need a drafter with its scalar head",
+            "train one: adaflash-batch drafter train --from DRAFTER --length-head adaflash "
+            "--parameters heads, or leave --widths",
+        )
 
 
 def _learn_costs(plan: DecoderPlan, decoder: Decoder, notify: Callable[[str], None]) -> Path | None:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from adaflash_batch.drafter.length import Proposal
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.engine.target import Target
 from adaflash_batch.errors import ConfigError
@@ -168,8 +169,7 @@ class BlockDrafter:
             embeddings = self._net.rows(embeddings, self._states[pages])
         hidden = self._net.block(embeddings, cos, sin, attend)
         anchors = anchors.to(device)
-        proposed = self._net.propose(hidden, anchors, self._head, self._token_ids)
-        return [Draft(token_ids) for token_ids in proposed.tolist()]
+        return _drafts(self._net.propose_judged(hidden, anchors, self._head, self._token_ids))
 
     def absorb(self, step: PackedStep, positions: torch.Tensor, features: torch.Tensor) -> None:
         """See Drafter: the context K/V of every layer, from one fused feature per token."""
@@ -192,6 +192,14 @@ class BlockDrafter:
         for name, parameter in own.items():
             parameter.copy_(weights.tensors[name])
         self.version = weights.version
+
+
+def _drafts(proposal: Proposal) -> list[Draft]:
+    token_ids = proposal.drafts.tolist()
+    nothing = [None] * len(token_ids)
+    survival = nothing if proposal.survival is None else proposal.survival.tolist()
+    lengths = nothing if proposal.length is None else proposal.length.tolist()
+    return [Draft(*each) for each in zip(token_ids, survival, lengths, strict=True)]
 
 
 def _misfit(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> str | None:

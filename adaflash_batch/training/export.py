@@ -35,7 +35,9 @@ def export(folder: Path, out: Path) -> Iterator[str]:
     net = checkpoint.load(folder, TargetFacts(*sizes, name="its own"), dtype=torch.bfloat16)
     if config.has_input_projection:
         yield "left out: the input projection, so fewer drafts will be accepted"
-        net = _without_projection(net)
+    if config.length_head:
+        yield "left out: the length head, which other engines do not know"
+    net = _published(net)
     if (folder / VOCABULARY).exists():
         yield "left out: the draft vocabulary, so other engines draft from all tokens"
     own = {name: view.own[name] for name in _KEPT if name in view.own}
@@ -43,9 +45,13 @@ def export(folder: Path, out: Path) -> Iterator[str]:
     yield f"a {config.member} drafter in the published layout is in {out}"
 
 
-def _without_projection(net: DFlash) -> DFlash:
+def _published(net: DFlash) -> DFlash:
+    """The net without the parts that no published layout has."""
+    config = dataclasses.replace(
+        net.config, has_input_projection=False, length_head="", length_head_width=0
+    )
     with torch.device("meta"):
-        plain = DFlash(dataclasses.replace(net.config, has_input_projection=False))
+        plain = DFlash(config)
     kept = plain.state_dict().keys()
     plain.load_state_dict({n: t for n, t in net.state_dict().items() if n in kept}, assign=True)
     return plain

@@ -33,6 +33,9 @@ def describe(folder: Path) -> Iterator[str]:
         yield "input projection: the last state and the anchor in every row; not a published part"
     if config.enable_confidence_head:
         yield "confidence head: how likely each draft is accepted behind those before it"
+    if config.length_head:
+        hidden = f", {config.length_head_width} wide" if config.length_head_width else ", linear"
+        yield f"length head: {config.length_head}{hidden}; not a published part"
     if config.conv_kernel_size:
         yield (
             f"convolution of {config.conv_kernel_size} taps, selector of rank "
