@@ -15,10 +15,12 @@ the forgetting curve. Only learning is timed. One JSON line is added to `--out`.
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from torch import Tensor
 
 from adaflash_batch import model_files
 from adaflash_batch.adapt.evaluate import Acceptance, evaluate
-from adaflash_batch.adapt.losses import Head, Objective
+from adaflash_batch.adapt.losses import Head, LengthLabel, Objective
 from adaflash_batch.adapt.optimise import DrafterTrainer
 from adaflash_batch.adapt.publishing import MailboxPublisher
 from adaflash_batch.adapt.replay import ReplayPool
@@ -84,30 +86,31 @@ class Stream:
 
     def __init__(self, model: Path, folder: Path, settings: Settings) -> None:
         table = target_table(model)
-        view = checkpoint.inspect(folder)
-        layers = max(view.config.num_target_layers, max(view.config.target_layer_ids) + 1)
-        facts = TargetFacts(len(table), table.shape[1], layers, str(model), None)
-        self.settings, self._table = settings, table
-        self._head = Head(table)
-        ids = load_vocabulary(folder, view.config)
+        facts = target_facts(model, folder, table)
+        self.settings, self.table = settings, table
+        self.head = Head(table)
+        ids = load_vocabulary(folder, checkpoint.inspect(folder).config)
         if ids is not None:
-            self._head = Head.restricted(table, ids)
-        self._net = checkpoint.load(folder, facts, dtype=torch.bfloat16).requires_grad_(False)
+            self.head = Head.restricted(table, ids)
+        self.net = checkpoint.load(folder, facts, dtype=torch.bfloat16).requires_grad_(False)
         self._inbox, self._outbox = TrajectoryMailbox(8 * GIB), WeightsMailbox()
-        self._trainer = self._build(checkpoint.load(folder, facts, dtype=torch.float32))
+        self._core = self._updates(checkpoint.load(folder, facts, dtype=torch.float32))
+        self._trainer = self._rounds()
+        self._num_updates = 0
 
     @property
     def layers(self) -> tuple[int, ...]:
         """Whose states the drafter reads."""
-        return self._net.config.target_layer_ids
+        return self.net.config.target_layer_ids
 
-    def _build(self, net: DFlash) -> OnlineTrainer:
+    def _updates(self, net: DFlash, label: LengthLabel = "hindsight") -> DrafterTrainer:
         s = self.settings
-        core = DrafterTrainer(
+        objective = Objective(s.objective, ce_weight=s.ce_weight, clip=s.clip, length_label=label)  # type: ignore[arg-type]
+        return DrafterTrainer(
             net,
-            embedding=self._table,
-            head=self._head,
-            objective=Objective(s.objective, ce_weight=s.ce_weight, clip=s.clip),  # type: ignore[arg-type]
+            embedding=self.table,
+            head=self.head,
+            objective=objective,
             gamma=s.gamma,
             anchors=s.anchors,
             weight_decay=0.0,
@@ -116,6 +119,9 @@ class Stream:
             parameters=s.parameters,  # type: ignore[arg-type]
             rank=s.rank,
         )
+
+    def _rounds(self) -> OnlineTrainer:
+        s = self.settings
         pool = ReplayPool(
             seed=s.seed,
             recent_bytes=GIB // 4,
@@ -132,28 +138,49 @@ class Stream:
             pull=s.pull,
             seed=s.seed,
         )
-        scorer = Scorer(self._net, embedding=self._table, head=self._head)
-        return OnlineTrainer(core, self._inbox, pool, scorer, MailboxPublisher(self._outbox), plan)
+        scorer = Scorer(self.net, embedding=self.table, head=self.head)
+        publisher = MailboxPublisher(self._outbox)
+        return OnlineTrainer(self._core, self._inbox, pool, scorer, publisher, plan)
 
     def measure(self, texts: Sequence[Trajectory]) -> float | None:
         """τ with the weights that are served now."""
         newest = self._outbox.take()
         if newest is not None:
-            with torch.no_grad():
-                for name, parameter in self._net.named_parameters():
-                    parameter.copy_(newest.tensors[name])
-        head = self._head
+            self._serve(newest.tensors)
+        head = self.head
         together = Acceptance.of(
             evaluate(
-                self._net,
+                self.net,
                 text,
-                self._table,
+                self.table,
                 lambda hidden: F.linear(hidden, head.weight),
                 token_ids=head.token_ids,
             )
             for text in texts
         )
         return together.walked.emitted_per_step
+
+    @torch.no_grad()
+    def _serve(self, weights: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.net.named_parameters():
+            parameter.copy_(weights[name])
+
+    def learn_from(self, label: LengthLabel) -> None:
+        """From now on length heads learn from this label; all else goes on."""
+        before = self._core
+        self._core = self._updates(copy.deepcopy(before.net), label)
+        self._core.restore(before.state())
+        self._trainer = self._rounds()
+
+    def learn_unjudged(self, texts: Sequence[Trajectory]) -> None:
+        """Updates on these texts alone, served at once; for heads, which change no draft."""
+        s = self.settings
+        for _ in range(s.updates):
+            dice = random.Random(f"{s.seed} {self._num_updates}")
+            generator = torch.Generator().manual_seed(dice.randrange(2**62))
+            self._core.update(dice.sample(texts, min(s.batch, len(texts))), generator, s.rate)
+            self._num_updates += 1
+        self._serve(dict(self._core.net.named_parameters()))
 
     def learn(self, texts: Sequence[Trajectory]) -> tuple[float, RoundReport | None]:
         """Learn from a shard; the seconds it took and what came of it."""
@@ -163,6 +190,13 @@ class Stream:
         self._trainer.collect()
         report = self._trainer.run_round() if self._trainer.is_ready else None
         return time.monotonic() - began, report
+
+
+def target_facts(model: Path, drafter: Path, table: Tensor) -> TargetFacts:
+    """Of the target, as far as a drafter for it wants to know."""
+    config = checkpoint.inspect(drafter).config
+    layers = max(config.num_target_layers, max(config.target_layer_ids) + 1)
+    return TargetFacts(len(table), table.shape[1], layers, str(model), None)
 
 
 def target_table(model: Path) -> Tensor:
