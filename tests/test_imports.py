@@ -114,6 +114,7 @@ WITHOUT_TORCH = [
     *("durable", "errors", "exchange", "request", "spec", "spec_sections", "spec_sources"),
     "stats",
     *("engine.pages", "engine.scheduler", "engine.gate", "report.live", "summary"),
+    *("engine.lookup", "engine.lookup_acceptance", "engine.suffix_index"),
     *("adapt.balance", "adapt.control", "adapt.replay", "adapt.round_report"),
     *(module.removeprefix(f"{PACKAGE}.") for module in MODULES if room_of(module) == "shards"),
 ]
