@@ -115,6 +115,7 @@ WITHOUT_TORCH = [
     "stats",
     *("engine.pages", "engine.scheduler", "report.live", "summary"),
     *("engine.cost", "engine.cost_curve", "engine.widths", "engine.acceptance"),
+    *("engine.lookup", "engine.lookup_acceptance", "engine.suffix_index"),
     *("adapt.balance", "adapt.control", "adapt.replay", "adapt.round_report"),
     *(module.removeprefix(f"{PACKAGE}.") for module in MODULES if room_of(module) == "shards"),
 ]

@@ -33,8 +33,8 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-# Tokens of finished texts that drafts are looked up in.
-_MOST_LOOKED_UP = 2_000_000
+# Tokens of finished texts that drafts are looked up in; each takes 100 to 170 bytes.
+_MOST_LOOKED_UP = 500_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ class Lookup:
         job = self._index.find(request.text)
         found = []
         if own is not None:
-            following = repeated(own.text[own.end :][:num_drafts], num_drafts)
+            following = repeated(own.text[own.end : own.end + num_drafts], num_drafts)
             found.append(Proposal(_ids(following), own.length, "own", _support(own, job)))
         if job is not None:
             following = job.text[job.end : job.end + num_drafts]

@@ -85,17 +85,11 @@ class LookupAcceptance:
 
     def survival(self, proposal: Proposal) -> list[float]:
         """How likely tokens 0..i are all right, for each i; never rising."""
-        key = (proposal.bucket, len(proposal.token_ids))
-        found = self._survival.get(key)
-        if found is None:
-            hazards = self._hazards(proposal.bucket)
-            right = (1.0 - hazards[_class(position)] for position in range(key[1]))
-            found = self._survival[key] = list(accumulate(right, float.__mul__))
-        return found.copy()
+        return self._predicted(proposal).copy()
 
     def expected(self, proposal: Proposal) -> float:
         """How many of its tokens are accepted, in the mean, if all are verified."""
-        return sum(self.survival(proposal))
+        return sum(self._predicted(proposal))
 
     def observe(self, proposal: Proposal, accepted: int, known: int) -> None:
         """Compare a proposal with the text that came, whatever was verified of it.
@@ -113,6 +107,15 @@ class LookupAcceptance:
                 cell = self._cells[key] = _Cell()
             cell.observe(seen)
         self._survival.clear()
+
+    def _predicted(self, proposal: Proposal) -> list[float]:
+        key = (proposal.bucket, len(proposal.token_ids))
+        found = self._survival.get(key)
+        if found is None:
+            hazards = self._hazards(proposal.bucket)
+            right = (1.0 - hazards[_class(position)] for position in range(key[1]))
+            found = self._survival[key] = list(accumulate(right, float.__mul__))
+        return found
 
     def _hazards(self, bucket: Bucket) -> Hazards:
         hazards = _PRIOR[bucket[0]]

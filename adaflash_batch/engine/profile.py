@@ -25,7 +25,7 @@ from adaflash_batch.request import RowKey
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 # Larger passes are made once, smaller ones until chance is gone from the median.
 _REPEATS, _MANY_TOKENS = 3, 64
-_MOST_SECONDS = 4.0
+_MOST_SECONDS = 2.5
 _PROMPT_SHARE = 64  # a prompt's piece wants logits of one token in so many
 
 

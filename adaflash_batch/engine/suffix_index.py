@@ -2,7 +2,7 @@
 
 Token ids are kept as characters: a search through a running text is then one of str's, and takes
 about 2 µs in 2,000 tokens and 30 µs in 128,000 (one EPYC core, 2026-11), without an index of its
-own. An index of such a text would take 100 times the memory of the text.
+own. An index would take some 30 times the memory of the text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 # The last tokens by which finished texts are found, at the most; longer matches are found by their
-# end. With 8 a request emits 0.2% more tokens a step and the index is three times as large.
+# end. With 8 a request emits 0.2% more tokens a step and the index has three times as many entries.
 _KEYED = 4
 # A vote goes up to 3; it lies below the place, which is a text's number above 32 bits of offset.
 _VOTE_BITS = 2
@@ -54,7 +54,7 @@ def find_earlier(text: str, shortest: int, longest: int) -> Match | None:
 
     The two may overlap. Beyond `longest` tokens all are equally long.
     """
-    found, length, before = None, shortest, len(text) - 2
+    found, length, before = None, shortest, len(text) - 1
     while length <= min(longest, before):
         start = text.rfind(text[-length:], 0, before)
         if start < 0:
@@ -71,10 +71,11 @@ class SuffixIndex:
 
     Of what followed the same tokens the majority of late is kept (Boyer and Moore's vote, up to 3):
     a place is voted for by each later one with the same next token, against by each other, and
-    replaced when no vote is left; those who vote for it move it to where they stand.
+    replaced when no vote is left; those who vote for it move it to where they stand. With it a
+    request emits 0.7% more tokens a step than with the latest place, and votes foretell acceptance.
 
-    The oldest texts leave first. A token takes about 150 bytes of memory (see docs/lookup.md).
-    Keys are hashes; what is found is compared with the text, so a collision loses a match at worst.
+    The oldest texts leave first. A token takes 105 to 175 bytes of memory, 280 while the dict is
+    resized. Keys are hashes of 64 bits: two that collide cost a wrong draft.
 
     Attributes:
         num_tokens: in the texts that are kept, never above `max_tokens`.
@@ -118,8 +119,6 @@ class SuffixIndex:
                 continue
             found = self._texts[value >> _NUMBER_SHIFT]
             end = value >> _VOTE_BITS & _OFFSET_MASK
-            if not found.startswith(suffix, end - length):
-                continue
             if length == _KEYED:
                 length = common_suffix(found, end, text, self._longest)
             return Match(length, found, end, value & _MOST_VOTES)
