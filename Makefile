@@ -18,8 +18,8 @@ demo: $(READY)
 	@echo "removing $(OUT) and $(OUT)-plain of an earlier demo, so that there is something to do"
 	@rm -rf $(OUT) $(OUT)-plain
 	$(BIN)/adaflash-batch run --config jobs/smoke.toml --out $(OUT)
-	@echo "the same job without its drafter, to compare"
-	$(BIN)/adaflash-batch run --config jobs/smoke.toml --drafter none --out $(OUT)-plain
+	@echo "the same job without drafts, to compare"
+	$(BIN)/adaflash-batch run --config jobs/smoke.toml --drafter none --no-lookup --out $(OUT)-plain
 	@$(BIN)/python -m adaflash_batch.report.show $(OUT) $(OUT)-plain
 
 test: $(READY) $(SEVERAL_RANKS)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import ARCHITECTURES, tiny_model
+from tiny import ARCHITECTURES, VOCABULARY, tiny_llama, tiny_model
+from torch import nn
 
 from adaflash_batch.engine.fused_layer import FusedLayer
 from adaflash_batch.engine.packed_linear import PackedLinear, can_pack
 from adaflash_batch.engine.target import Target
 from adaflash_batch.kernels import elementwise
+from adaflash_batch.kernels.paged_attention import PackedStep
 
 CPU = torch.device("cpu")
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -110,6 +113,40 @@ def test_bfloat16_models_pack_their_weights_and_keep_their_logits(architecture: 
     # Target.of refuses a model whose logits change by more than rounding.
     target = Target.of(tiny_model(architecture).bfloat16(), architecture)
     assert bool(target.packed_linears()) == can_pack(torch.bfloat16, CPU)
+
+
+@pytest.mark.skipif(not can_pack(torch.bfloat16, CPU), reason="no bfloat16 products here")
+def test_a_packed_product_does_not_depend_on_the_rows_beside_it() -> None:
+    """Else a text in bfloat16 would depend on what runs at the same time, and on speculation."""
+    linear = nn.Linear(1536, 576, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    packed = PackedLinear([linear])
+    # Sums of large numbers that nearly cancel: another order of summation is seen at once.
+    x = torch.randn(64, 1536, generator=torch.Generator().manual_seed(0)).pow(5).bfloat16()
+    whole = packed(x)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 16, 33):
+        assert torch.equal(packed(x[:rows]), whole[:rows]), rows
+    assert torch.equal(packed(x[None, :1]), whole[None, :1])
+
+
+@pytest.mark.skipif(not can_pack(torch.bfloat16, CPU), reason="no bfloat16 products here")
+def test_a_pass_in_bfloat16_is_the_same_bit_for_bit_in_any_company() -> None:
+    model = tiny_llama(3, hidden_size=64, intermediate_size=192).bfloat16()
+    target = Target.of(model, "tiny llama")
+    ids = torch.randint(0, VOCABULARY, (24,), generator=torch.Generator().manual_seed(1))
+
+    def logits(pieces: list[int]) -> torch.Tensor:
+        kv, found, begin = target.new_kv(1), [], 0
+        for count in pieces:
+            start, length, context = np.array([[0], [count], [begin]], dtype=np.int32)
+            step = PackedStep(start, length, context, np.zeros((1, 1), dtype=np.int32))
+            rows = torch.arange(count)
+            found.append(target.forward(ids[begin : begin + count], rows + begin, step, kv, rows))
+            begin += count
+        return torch.cat(found)
+
+    whole = logits([24])
+    for pieces in ([1] * 24, [2] * 12, [1, 2, 3, 4, 5, 9], [23, 1]):
+        assert torch.equal(logits(pieces), whole), pieces
 
 
 def test_a_packed_linear_equals_the_linears() -> None:

@@ -56,7 +56,7 @@ def test_the_gain_over_plain_decoding_is_shown(tmp_path: Path) -> None:
     ours = finished_job(tmp_path / "ours", {"output.prefix": "ours_"}, speed=75.0)
     plain = finished_job(tmp_path / "plain", {"output.prefix": "ours_"}, answer="reply")
     assert show(ours, plain)[-1] == (
-        "speed-up    1.50 over the same engine without its drafter (50.0 to 75.0 tokens/s), "
+        "speed-up    1.50 over the same engine without drafts (50.0 to 75.0 tokens/s), "
         "2 of 8 texts the same"  # the first, and the one that is an error in both
     )
 

@@ -336,6 +336,8 @@ class Speculator:
             whole_s: of the step.
             is_decoding: whether most of it was decoding; prefill says nothing of drafts.
         """
+        if not self.most:
+            return
         cost = self._cost
         cost.observe_target(load.tokens, load.rows, load.keys, target_s)
         cost.observe_rest(load.running, max(whole_s - target_s - self._draft_s, 0.0))

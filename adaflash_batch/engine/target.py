@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from adaflash_batch.engine.attention_call import AttentionCall, CannotAttend, LayerShape
 from adaflash_batch.engine.fusing import fuse
-from adaflash_batch.engine.packed_linear import PackedLinear, some_outputs
+from adaflash_batch.engine.packed_linear import LEAST_ROWS, PackedLinear, some_outputs
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.kernels.paged_attention import (
@@ -107,6 +108,7 @@ class Target:
         self._head_is_tapped = False
         self.num_forward_tokens = 0
         self._shapes = _probe_shapes(self._model, self.num_layers)
+        self._least_tokens = LEAST_ROWS if self.packed_linears() else 1
 
     @staticmethod
     def load(
@@ -156,9 +158,14 @@ class Target:
         return elements * self.dtype.itemsize
 
     def new_kv(self, num_pages: int) -> list[KVLayer]:
-        """KV memory for every layer; the system hands it over only as it is written."""
+        """KV memory for every layer; the system hands it over only as it is written.
+
+        A page more than asked for is behind the others, for tokens that only fill up a pass.
+        """
         return [
-            KVLayer.empty(num_pages, shape.num_kv_heads, shape.head_dim, self.dtype, self.device)
+            KVLayer.empty(
+                num_pages + 1, shape.num_kv_heads, shape.head_dim, self.dtype, self.device
+            )
             for shape in self._shapes
         ]
 
@@ -226,7 +233,12 @@ class Target:
         Returns:
             Logits [R, V] in the model's dtype.
         """
-        self.num_forward_tokens += token_ids.shape[0]
+        num_tokens = token_ids.shape[0]
+        self.num_forward_tokens += num_tokens
+        if num_tokens < self._least_tokens:
+            missing = self._least_tokens - num_tokens
+            token_ids, positions = (F.pad(each, (0, missing)) for each in (token_ids, positions))
+            step = _filled(step, num_tokens, missing, len(kv[0].k_pages) - 1)
         output = self._model(
             input_ids=token_ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
@@ -279,6 +291,18 @@ class Target:
                 "with paged attention it computes something else than on its own "
                 "(it keeps more than keys and values, or masks in a way of its own)"
             )
+
+
+def _filled(step: PackedStep, num_tokens: int, missing: int, page: int) -> PackedStep:
+    """The step with so many tokens behind its own, on a page of nobody."""
+    table = np.zeros((len(step.table) + 1, step.table.shape[1]), dtype=np.int32)
+    table[:-1], table[-1, 0] = step.table, page
+    return PackedStep(
+        np.append(step.start, num_tokens).astype(np.int32),
+        np.append(step.length, missing).astype(np.int32),
+        np.append(step.context, 0).astype(np.int32),
+        table,
+    )
 
 
 def _probe_ids(vocab_size: int, device: torch.device) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 Usage: python -m adaflash_batch.report.show OUT [PLAIN]
 
-PLAIN is the output of the same job without a drafter: what speculation gained is shown, too.
+PLAIN is the output of the same job without drafts: what speculation gained is shown, too.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def describe_gain(output: Path, plain: Path, prefix: str) -> str:
     left, right = (each.select(column).collect()[column] for each in (parts, plain_parts))
     num_same = left.eq_missing(right).sum()
     return (
-        f"speed-up    {ours / theirs:.2f} over the same engine without its drafter "
+        f"speed-up    {ours / theirs:.2f} over the same engine without drafts "
         f"({theirs:.1f} to {ours:.1f} tokens/s), {num_same} of {len(left)} texts the same"
     )
 
