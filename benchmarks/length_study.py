@@ -15,7 +15,8 @@ Usage: python benchmarks/length_study.py --drafter DIR [--prompts FILE.parquet .
 Greedy, end-of-sequence ignored. At each concurrency every policy has one decoder that lives through
 all rounds, the first of which is not counted: it has seen as much as any job's. In a round all take
 turns, in an order of chance, on the same prompts. `speed` is the tokens a second over those of
-`off` of the same round, `low` and `high` the least and the most of the rounds; τ is over all steps.
+`off` of the same round, `low` and `high` the least and the most of the rounds; `cpu` is the same by
+seconds of the processor, which other processes disturb less; τ is over all steps.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class Contender:
     decoder: Decoder
     texts: dict[RowKey, list[int]] = field(default_factory=dict)
     speeds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     num_different: int = 0
 
@@ -103,6 +105,7 @@ class Contender:
             "speed": statistics.median(self.speeds),
             "low": min(self.speeds),
             "high": max(self.speeds),
+            "cpu": statistics.median(self.cpu),
             "verified_per_step": counts.verified / counts.steps if counts.steps else None,
         }
         rounded = {k: None if v is None else round(v, 3) for k, v in figures.items()}
@@ -147,19 +150,19 @@ class Ground:
         return Contender(name, decoder, texts)
 
 
-def decode(decoder: Decoder, requests: Sequence[Request]) -> tuple[list[Completion], float]:
-    """All at once, each to its longest; and the seconds."""
-    began, done = time.perf_counter(), []
+def decode(decoder: Decoder, requests: Sequence[Request]) -> tuple[list[Completion], float, float]:
+    """All at once, each to its longest; the seconds, and those of the processor."""
+    began, began_cpu, done = time.perf_counter(), time.process_time(), list[Completion]()
     for request in requests:
         decoder.add(request)
     while decoder.has_work:
         done += decoder.step()
-    return done, time.perf_counter() - began
+    return done, time.perf_counter() - began, time.process_time() - began_cpu
 
 
 def play(contenders: Sequence[Contender], requests: Sequence[Request], dice: random.Random) -> None:
     """One round: `off` first in the list and in turn, since the oracle asks for its texts."""
-    plain, seconds = decode(contenders[0].decoder, requests)
+    plain, seconds, cpu = decode(contenders[0].decoder, requests)
     known = {each.key: each.token_ids for each in plain}
     prompts = {each.key: each.token_ids for each in requests}
     others = list(contenders[1:])
@@ -167,12 +170,14 @@ def play(contenders: Sequence[Contender], requests: Sequence[Request], dice: ran
     for contender in others:
         contender.texts.clear()
         contender.texts.update({key: prompts[key] + known[key] for key in known})
-        done, taken = decode(contender.decoder, requests)
+        done, taken, taken_cpu = decode(contender.decoder, requests)
         contender.speeds.append(seconds / taken)
+        contender.cpu.append(cpu / taken_cpu)
         for each in done:
             contender.counts.add(each.counts)
             contender.num_different += each.token_ids != known[each.key]
     contenders[0].speeds.append(1.0)
+    contenders[0].cpu.append(1.0)
 
 
 def study(ground: Ground, prompts: list[list[int]], options: argparse.Namespace) -> list[Any]:
@@ -191,7 +196,8 @@ def study(ground: Ground, prompts: list[list[int]], options: argparse.Namespace)
         play(contenders, requests, dice)
         if turn == 0:  # of the setting up
             for each in contenders:
-                each.speeds, each.counts, each.num_different = [], SpeculationCounts(), 0
+                each.speeds, each.cpu, each.num_different = [], [], 0
+                each.counts = SpeculationCounts()
     return [{"concurrency": ground.concurrency, **each.as_dict()} for each in contenders]
 
 
