@@ -211,8 +211,7 @@ class AdaptSection(BaseModel):
     share: Share = 0.5
     """Most of the time that learning may take."""
     parameters: Literal["all", "new", "lora", "heads"] = "all"
-    """All move; those that a plain DFlash drafter has not; low-rank additions and the latter; or
-    the heads that judge drafts alone."""
+    """All; those that plain DFlash has not; low-rank additions and the latter; judging heads."""
     rank: Count = 8
     """Of low-rank additions."""
     place: Literal["auto", "inline", "thread", "process"] = "auto"

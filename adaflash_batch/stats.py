@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict
+
+_NUM_BINS = 10
 
 
 @dataclass(slots=True)
@@ -119,3 +123,75 @@ def _count(histogram: list[int], value: int, times: int) -> None:
     if missing > 0:
         histogram.extend([0] * missing)
     histogram[value] += times
+
+
+class Reliability(TypedDict):
+    """A point of a reliability curve.
+
+    predicted: mean of what was predicted.
+    happened: share that came true.
+    count: predictions.
+    """
+
+    predicted: float
+    happened: float
+    count: int
+
+
+@dataclass(slots=True)
+class Calibration:
+    """Whether predicted chances came true, in ten bins of the prediction.
+
+    Attributes:
+        counts, predicted, happened: of each bin: predictions, their sum, and what came true of
+            them.
+        squared: sum of the squared errors of all.
+    """
+
+    counts: list[int] = field(default_factory=lambda: [0] * _NUM_BINS)
+    predicted: list[float] = field(default_factory=lambda: [0.0] * _NUM_BINS)
+    happened: list[float] = field(default_factory=lambda: [0.0] * _NUM_BINS)
+    squared: float = 0.0
+
+    def observe(self, predicted: float, happened: float) -> None:
+        """Count a prediction from 0 to 1, of something that was so or not, or a share."""
+        place = min(int(predicted * _NUM_BINS), _NUM_BINS - 1)
+        self.counts[place] += 1
+        self.predicted[place] += predicted
+        self.happened[place] += happened
+        self.squared += (predicted - happened) ** 2
+
+    def observe_block(self, survival: Sequence[float], accepted: int, known: int) -> None:
+        """Count a block's predictions, of the places at which the text has a token, no others."""
+        for place, predicted in enumerate(survival[:known]):
+            self.observe(predicted, place < accepted)
+
+    def add(self, other: Calibration) -> None:
+        """Add another's counts to these."""
+        for place in range(_NUM_BINS):
+            self.counts[place] += other.counts[place]
+            self.predicted[place] += other.predicted[place]
+            self.happened[place] += other.happened[place]
+        self.squared += other.squared
+
+    @property
+    def ece(self) -> float | None:
+        """Expected calibration error: the mean distance of the curve; None before anything."""
+        total = sum(self.counts)
+        pairs = zip(self.predicted, self.happened, strict=True)
+        return sum(abs(p - h) for p, h in pairs) / total if total else None
+
+    @property
+    def mean_squared_error(self) -> float | None:
+        """Of the predictions (Brier score); None before anything."""
+        total = sum(self.counts)
+        return self.squared / total if total else None
+
+    def curve(self) -> list[Reliability]:
+        """The bins that hold something, from the lowest on; plain JSON."""
+        columns = zip(self.counts, self.predicted, self.happened, strict=True)
+        return [
+            {"predicted": predicted / count, "happened": happened / count, "count": count}
+            for count, predicted, happened in columns
+            if count
+        ]

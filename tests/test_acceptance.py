@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaflash_batch.engine.acceptance import AcceptanceHistory, Calibration, RequestRecord
+from adaflash_batch.engine.acceptance import AcceptanceHistory, RequestRecord
+from adaflash_batch.stats import Calibration
 
 CHANCES = [0.8, 0.7, 0.65, 0.6, 0.6, 0.5, 0.5]
 

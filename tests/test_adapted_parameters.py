@@ -238,7 +238,7 @@ def test_weights_can_be_pulled_while_additions_are_learnt() -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="plain DFlash without new parts"):
         make(TINY, "new")
-    with pytest.raises(ConfigError, match="must be all, new or lora"):
+    with pytest.raises(ConfigError, match="must be all, new, lora or heads"):
         make(TINY, "some")
     with pytest.raises(ConfigError, match="rank of low-rank additions is 0"):
         make(TINY, "lora", rank=0)

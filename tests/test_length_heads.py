@@ -114,11 +114,13 @@ def test_certainty_is_of_the_best_and_the_second(dtype: torch.dtype) -> None:
     scores[5, 3] = scores[5, 7] = scores[5].max() + 1  # two are the best
     best = scores.argmax(-1)
     found = certainty(scores.view(7, 10, 11), best.view(7, 10))
-    assert found.shape == (7, 10, 2)
+    assert found.shape == (7, 10, 3)
+    found = found.view(70, 3).double()
     logs = scores.double().log_softmax(-1).sort(descending=True).values
-    torch.testing.assert_close(found.view(70, 2)[:, 0].double(), logs[:, 0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(found[:, 1], logs[:, 0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(found[:, 0].sigmoid(), logs[:, 0].exp(), atol=1e-6, rtol=0)
     lead = logs[:, 0] - logs[:, 1]
-    torch.testing.assert_close(found.view(70, 2)[:, 1].double(), lead, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found[:, 2], lead, atol=1e-5, rtol=0)
     assert certainty(scores[:, :1], torch.zeros(70, dtype=torch.int64)).isfinite().all()
 
 
@@ -168,12 +170,14 @@ def test_hazards_follow_from_states_and_the_certainty_of_the_choice_as_served(
         for slot, scores in enumerate(slots):
             draft = int(proposal.drafts[block, slot])
             values = torch.tensor([scores.pop(draft), *scores.values()], dtype=torch.float64)
-            sure = torch.stack((values.log_softmax(0)[0], values[0] - values[1:].max()))
+            chance = values.softmax(0)[0]
+            odds = torch.log(chance / (1 - chance))
+            sure = torch.stack((odds, torch.log(chance), values[0] - values[1:].max()))
             row = rows[block, slot]
             x = torch.cat((row / (row.square().mean() + 1e-6).sqrt(), sure))
             if head.hidden is not None:
                 x = torch.nn.functional.silu(head.hidden.weight @ x + head.hidden.bias)
-            logit = float(head.out.weight[0] @ x + head.bias[slot])
+            logit = float(head.out.weight[0] @ x + head.bias[slot] - odds)
             share *= 1.0 - 1.0 / (1.0 + math.exp(-logit))
             assert float(proposal.survival[block, slot]) == pytest.approx(share, abs=1e-5)
 
@@ -224,8 +228,15 @@ def test_a_drafter_that_grows_a_head_drafts_the_same_bit_for_bit(member: str, ki
     assert torch.equal(proposal.drafts, drafts)
     if kind == "hazard":
         assert proposal.survival is not None
-        halves = 0.5 ** torch.arange(1, drafts.shape[1] + 1)
-        torch.testing.assert_close(proposal.survival, halves.expand_as(proposal.survival))
+        tokens, expected = torch.arange(len(TABLE)), torch.ones(drafts.shape)
+        double = grown.double()
+        for block, slots in enumerate(scores_of(double, drafts, tokens)):
+            for slot, scores in enumerate(slots):
+                chances = torch.tensor(list(scores.values())).softmax(0)
+                best = list(scores).index(int(drafts[block, slot]))
+                expected[block, slot] = chances[best]
+        survival = proposal.survival
+        torch.testing.assert_close(survival, expected.cumprod(1), atol=0.03, rtol=0.05)
     else:
         assert proposal.length is not None
         assert proposal.length.tolist() == [0.5] * len(ANCHORS)

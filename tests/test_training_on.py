@@ -206,3 +206,56 @@ def test_the_command_line_takes_it(
     assert json.loads(printed)["began_from"]["folder"] == str(trained)
     code, printed, _ = call(capfd, "show", str(tmp_path / "o"))
     assert str(trained) in printed
+
+
+def _check_same_drafts(out: Path, trained: Path) -> None:
+    """All that was there is as it was, and the head was trained."""
+    before, after = weights(trained), weights(out)
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor), name
+    added = after.keys() - before.keys()
+    assert all(name.startswith("length_head.") for name in added)
+    assert all(bool(after[name].any()) for name in added)
+
+
+@pytest.mark.parametrize("kind", ["hazard", "adaflash"])
+def test_a_drafter_is_given_a_length_head_and_drafts_the_same(
+    tmp_path: Path, model: Path, prompts: Path, trained: Path, kind: str
+) -> None:
+    out, neutral = tmp_path / "out", tmp_path / "neutral"
+    head: dict[str, Any] = {"begin_from": trained, "length_head": kind, "parameters": "heads"}
+    before, _ = train(plan_of(model, prompts, neutral, **head, **STILL))
+    summary, _ = train(plan_of(model, prompts, out, **head, steps=20))
+    errors = [each["held_out"]["all"]["squared_error"] for each in (before, summary)]
+    assert errors[1] < 0.8 * errors[0]
+    _check_same_drafts(out, trained)
+    config = checkpoint.inspect(out).config
+    assert (config.length_head, config.length_head_width > 0) == (kind, kind == "adaflash")
+    was, now = (measure(folder, model, prompts) for folder in (trained, out))
+    assert now["decoded"] == was["decoded"]
+    assert "ece" not in was["teacher_forced"]["all"]
+    assert 0 <= now["teacher_forced"]["all"]["ece"] <= 1
+    assert f"the {kind} length head is new" in (out / "README.md").read_text()
+    other = "adaflash" if kind == "hazard" else "hazard"
+    with pytest.raises(ConfigError, match=f"the drafter's is {kind}"):
+        plan_of(model, prompts, tmp_path / "no", begin_from=out, length_head=other)
+    again = plan_of(model, prompts, tmp_path / "on", begin_from=out, parameters="heads", **STILL)
+    train(again)
+    assert_same_weights(tmp_path / "on", out)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"length_head": "guess"}, "--length-head is 'guess', it must be one of hazard, adaflash"),
+        ({"length_head_width": 4}, "--length-head-width is 4, it must be 0 without --length-head"),
+        ({"length_head": "hazard", "length_head_width": -1}, "--length-head-width is -1"),
+        ({"parameters": "some"}, "--parameters is 'some', it must be one of all, new, heads"),
+    ],
+    ids=str,
+)
+def test_heads_that_cannot_be_are_refused(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        plan_from({"model": "m", "prompts": ("p",), "out": tmp_path, **changes})

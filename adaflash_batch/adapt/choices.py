@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adaflash_batch.adapt.losses import Bias, Head
-from adaflash_batch.drafter.length import certainty
+from adaflash_batch.drafter.length import CERTAINTY, certainty
 
 
 class Choices(NamedTuple):
     """Of each position, as it would be served; the predecessor is the true one.
 
     hits: bool [N], whether the draft is the label; false where nothing is known.
-    certainty: [N, 2], see length.certainty; 0 where nothing is known; None if nobody wants it.
+    certainty: [N, 3], see length.certainty; 0 where nothing is known; None if nobody wants it.
     """
 
     hits: Tensor
@@ -45,7 +45,7 @@ def choose(
         chunk_rows: positions whose logits are held at a time.
     """
     hits = is_wanted.new_zeros(len(student))
-    sure = student.new_zeros(len(student), 2, dtype=torch.float32)
+    sure = student.new_zeros(len(student), CERTAINTY, dtype=torch.float32)
     for where in torch.split(is_wanted.nonzero().squeeze(1), chunk_rows):
         logits = F.linear(student[where].to(head.weight.dtype), head.weight)
         if bias is not None:

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from adaflash_batch.adapt.block_attention import forward_blocks
 from adaflash_batch.adapt.blocks import anchor_range, make_blocks, pack_features
+from adaflash_batch.drafter.length import Proposal, is_ended, num_accepted, sufficient_share
 from adaflash_batch.drafter.model import DFlash, Head
 from adaflash_batch.exchange import Trajectory
-from adaflash_batch.stats import SpeculationCounts
+from adaflash_batch.stats import Calibration, SpeculationCounts
 
 _BLOCKS_AT_ONCE = 64
 
@@ -35,11 +36,14 @@ class Acceptance:
         right: right[i], those of them where draft i is right too.
         walked: the steps of decoding these texts with the drafter; empty unless all anchors of a
             text were looked at.
+        calibration: of survival at the known places, or of the share that AdaFlash's head asks for;
+            empty without a head that says either.
     """
 
     reached: list[int] = field(default_factory=list)
     right: list[int] = field(default_factory=list)
     walked: SpeculationCounts = field(default_factory=SpeculationCounts)
+    calibration: Calibration = field(default_factory=Calibration)
 
     @staticmethod
     def of(parts: Iterable[Acceptance]) -> Acceptance:
@@ -56,6 +60,7 @@ class Acceptance:
         pairs = itertools.zip_longest(self.right, other.right, fillvalue=0)
         self.right = [a + b for a, b in pairs]
         self.walked.add(other.walked)
+        self.calibration.add(other.calibration)
 
     @property
     def survival(self) -> list[float]:
@@ -94,46 +99,60 @@ def evaluate(
         stride = len(candidates) / most_anchors
         candidates = [candidates[int(i * stride)] for i in range(most_anchors)]
     anchors = torch.tensor(candidates, dtype=torch.int64)
-    agreeing = [
-        _agreement(net, trajectory, part, embedding, head, token_ids)
-        for part in torch.split(anchors, _BLOCKS_AT_ONCE)
-        if len(part)
-    ]
-    result = Acceptance()
-    if agreeing:
-        accepted = _count(result, torch.cat(agreeing), len(trajectory.token_ids) - 1 - anchors)
-        if most_anchors is None:
-            _walk(result.walked, accepted, net.config.num_drafts)
+    result, accepted = Acceptance(), list[int]()
+    for part in torch.split(anchors, _BLOCKS_AT_ONCE) if len(anchors) else ():
+        agrees, proposal = _drafted(net, trajectory, part, embedding, head, token_ids)
+        num_known = len(trajectory.token_ids) - 1 - part
+        found = _count(agrees, num_known)
+        _compare(found.calibration, proposal, num_accepted(agrees), num_known)
+        result.add(found)
+        accepted += num_accepted(agrees).tolist()
+    if most_anchors is None:
+        _walk(result.walked, accepted, net.config.num_drafts)
     return result
 
 
-def _agreement(
+def _drafted(
     net: DFlash,
     trajectory: Trajectory,
     anchors: Tensor,
     embedding: Tensor,
     head: Head,
     token_ids: Tensor | None,
-) -> Tensor:
+) -> tuple[Tensor, Proposal]:
     """Bool [B, N], which drafts are the tokens of the text; those past its end are not."""
     config = net.config
     blocks = make_blocks([trajectory], [anchors], config, gamma=1.0).to(embedding.device)
     features = pack_features(blocks, [trajectory]).to(embedding.device, embedding.dtype)
     hidden = forward_blocks(net, blocks, features, embedding[blocks.token_ids.flatten()])
-    drafts = net.propose(hidden, blocks.token_ids[:, 0], head, token_ids)
+    proposal = net.propose_judged(hidden, blocks.token_ids[:, 0], head, token_ids)
     slots = slice(config.first_slot, None)
     is_known = blocks.weights[:, slots] > 0
-    return ((drafts == blocks.labels[:, slots]) & is_known).cpu()
+    return ((proposal.drafts == blocks.labels[:, slots]) & is_known).cpu(), proposal
 
 
-def _count(result: Acceptance, agrees: Tensor, num_known: Tensor) -> list[int]:
-    """Fill in the counts by position; returns what is accepted behind each anchor."""
+def _count(agrees: Tensor, num_known: Tensor) -> Acceptance:
+    """The counts by position."""
     right = agrees.int().cumprod(1)
-    accepted = right.sum(1)
     places = torch.arange(agrees.shape[1])
-    is_reached = (places <= accepted.unsqueeze(1)) & (places < num_known.unsqueeze(1))
-    result.reached, result.right = is_reached.sum(0).tolist(), right.sum(0).tolist()
-    return [int(count) for count in accepted]
+    is_reached = (places <= right.sum(1, keepdim=True)) & (places < num_known.unsqueeze(1))
+    return Acceptance(is_reached.sum(0).tolist(), right.sum(0).tolist())
+
+
+def _compare(
+    calibration: Calibration, proposal: Proposal, accepted: Tensor, num_known: Tensor
+) -> None:
+    """What the drafter said of its blocks with what came."""
+    num_drafts = proposal.drafts.shape[1]
+    if proposal.survival is not None:
+        columns = (proposal.survival, accepted, num_known)
+        for block in zip(*(column.tolist() for column in columns), strict=True):
+            calibration.observe_block(*block)
+    elif proposal.length is not None:
+        is_clear = ~is_ended(accepted, num_known) | (accepted == num_drafts)
+        shares = sufficient_share(accepted, num_drafts)
+        for said, share in zip(proposal.length.cpu()[is_clear], shares[is_clear], strict=True):
+            calibration.observe(float(said), float(share))
 
 
 def _walk(counts: SpeculationCounts, accepted: Sequence[int], num_drafts: int) -> None:

@@ -74,7 +74,7 @@ def length_loss(
     Args:
         hidden: the drafter's output [T, H].
         is_right: bool [B, N], which drafts, as served, are the text's tokens.
-        sure: [B, N, 2], their certainty; for a hazard head.
+        sure: [B, N, 3], their certainty; for a hazard head.
         num_known: [B], drafts at whose place the text has a token.
         label: see Objective.
         over_ranks: see member_loss.

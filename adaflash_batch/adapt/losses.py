@@ -17,7 +17,7 @@ from torch import Tensor
 
 from adaflash_batch.adapt.divergences import forward_kl, opd
 from adaflash_batch.adapt.known_gradient import with_gradient
-from adaflash_batch.drafter.length import certainty
+from adaflash_batch.drafter.length import CERTAINTY, certainty
 from adaflash_batch.errors import ConfigError
 
 LossKind = Literal["ce", "forward_kl", "opd"]
@@ -133,7 +133,7 @@ class LossStats:
         clipped_positions: supervised positions with at least one clipped entry.
         clip_rate: clipped vocabulary entries over all entries of the supervised positions.
         hits: bool [N], supervised positions where the drafter's argmax is the label.
-        certainty: [N, 2], of that argmax at supervised positions (length.certainty), 0 elsewhere;
+        certainty: [N, 3], of that argmax at supervised positions (length.certainty), 0 elsewhere;
             None where it was not asked for.
     """
 
@@ -282,12 +282,12 @@ class _Rows(NamedTuple):
     divergence: Tensor
     clipped: Tensor
     hits: Tensor
-    certainty: Tensor  # [positions, 2], or [0, 2]
+    certainty: Tensor  # [positions, 3], or [0, 3]
 
     @staticmethod
     def none(like: Tensor) -> _Rows:
         empty = like.new_empty(0)
-        return _Rows(empty, empty, empty.long(), empty.bool(), like.new_empty(0, 2))
+        return _Rows(empty, empty, empty.long(), empty.bool(), like.new_empty(0, CERTAINTY))
 
 
 def _choose(head: Head, weights: Tensor, labels: Tensor | None) -> _Chosen:
@@ -324,7 +324,7 @@ def _losses(
         labels = chunk.labels
     best = log_q.argmax(-1)
     hits = best == labels
-    sure = certainty(log_q, best) if with_certainty else log_q.new_empty(0, 2)
+    sure = certainty(log_q, best) if with_certainty else log_q.new_empty(0, CERTAINTY)
     cross_entropy = -log_q.gather(1, labels.unsqueeze(1)).squeeze(1)
     clipped = torch.zeros_like(labels)
     if objective.kind == "ce":
@@ -369,7 +369,7 @@ def _summarise(
     hits[chosen.positions] = rows.hits
     sure = None
     if len(rows.certainty) == count:
-        sure = rows.certainty.new_zeros(num_positions, 2)
+        sure = rows.certainty.new_zeros(num_positions, CERTAINTY)
         sure[chosen.positions] = rows.certainty
     ce_share, kl_share = objective.shares
     stats = LossStats(

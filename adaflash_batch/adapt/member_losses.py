@@ -17,7 +17,7 @@ from adaflash_batch.adapt.choices import Choices, choose
 from adaflash_batch.adapt.head_losses import OverRanks, alone, confidence_loss, length_loss
 from adaflash_batch.adapt.losses import Bias, Head, Objective, draft_loss
 from adaflash_batch.adapt.parameters import is_head
-from adaflash_batch.drafter.length import HazardHead, certainty
+from adaflash_batch.drafter.length import CERTAINTY, HazardHead, certainty
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.drafter.selector import best_candidates
 
@@ -183,7 +183,7 @@ def _head_losses(
         logits = net.confidence(task.rows, task.previous)
         yield confidence_loss(logits, is_right, weights, over_ranks)
     if net.length_head is not None:
-        sure = None if choices.certainty is None else choices.certainty.view(*shape, 2)
+        sure = None if choices.certainty is None else choices.certainty.view(*shape, -1)
         num_known = (weights > 0).sum(1)
         label = objective.length_label
         yield length_loss(net, hidden, is_right, sure, num_known, label, over_ranks)
@@ -211,7 +211,7 @@ def _selector_loss(
     labels, weights = head.rows(task.labels), task.weights.where(task.is_taught, 0.0)
     losses, taught = [task.rows.new_zeros(0, dtype=torch.float32)], [weights[:0]]
     flat, before = task.rows.flatten(0, 1), task.previous.flatten()
-    hits, sure = task.is_taught.clone(), flat.new_zeros(len(flat), 2, dtype=torch.float32)
+    hits, sure = task.is_taught.clone(), flat.new_zeros(len(flat), CERTAINTY, dtype=torch.float32)
     step = _BLOCKS_AT_ONCE * config.num_drafts
     for begin in range(0, len(flat), step):
         part = slice(begin, begin + step)

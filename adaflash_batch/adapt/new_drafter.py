@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from adaflash_batch.drafter.config import DrafterConfig
+from adaflash_batch.drafter.length import USUAL_WIDTHS
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.errors import ConfigError
 
@@ -64,6 +65,11 @@ def member_fields(
             "selector_top_k": min(_CANDIDATES, vocab_size),
         }
     return {}
+
+
+def length_fields(kind: str, width: int) -> dict[str, Any]:
+    """The arguments of DrafterConfig that give it a length head; a width of 0 is the usual one."""
+    return {"length_head": kind, "length_head_width": width or USUAL_WIDTHS.get(kind, 0)}
 
 
 def copy_target_layers(net: DFlash, num_target_layers: int, read: ReadTensor) -> list[str]:

@@ -24,10 +24,21 @@ class Comparison:
     Attributes:
         before: τ with the weights that are served.
         after: with the candidate's.
+        error_before, error_after: squared error of what the drafter's own head says, likewise; None
+            without a head.
     """
 
     before: float
     after: float
+    error_before: float | None = None
+    error_after: float | None = None
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the candidate drafts better, or the same and says better what that is worth."""
+        if self.after != self.before or self.error_before is None or self.error_after is None:
+            return self.after > self.before
+        return self.error_after < self.error_before
 
     @property
     def gain(self) -> float:
@@ -75,8 +86,12 @@ class Scorer:
         yield from self._score(candidate, trajectories, self._candidate)
         unknown = [each for each in trajectories if each.key not in self._served]
         yield from self._score(served, unknown, self._served)
-        before, after = _total(self._served), _total(self._candidate)
-        return None if before is None or after is None else Comparison(before, after)
+        before, after = (Acceptance.of(each.values()) for each in (self._served, self._candidate))
+        taus = before.emitted_per_anchor, after.emitted_per_anchor
+        if taus[0] is None or taus[1] is None:
+            return None
+        errors = (each.calibration.mean_squared_error for each in (before, after))
+        return Comparison(taus[0], taus[1], *errors)
 
     def accept(self) -> None:
         """The candidate of the last comparison is served from now on."""
@@ -112,10 +127,3 @@ class Scorer:
 
     def _project(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self._head.weight)
-
-
-def _total(scores: Mapping[RowKey, Acceptance]) -> float | None:
-    total = Acceptance()
-    for each in scores.values():
-        total.add(each)
-    return total.emitted_per_anchor

@@ -193,7 +193,7 @@ class OnlineTrainer:
         candidate = self._candidate()
         held_back = self._pool.held_back
         comparison = yield from self._scorer.compare(candidate, self._served, held_back)
-        if comparison is None or comparison.after <= comparison.before:
+        if comparison is None or not comparison.is_better:
             self.counters.not_better += 1
             is_far = comparison is not None and comparison.gain < -self._plan.tolerance
             return self._end(comparison, "worse" if is_far else "not better", is_kept=not is_far)

@@ -45,7 +45,7 @@ def grow_dflash2(
 
 
 def grow_length_head(net: DFlash, generator: torch.Generator, *, kind: str, width: int) -> DFlash:
-    """A drafter with a length head that says one half of everything, and drafts exactly the same.
+    """A drafter with a length head that has learnt nothing yet, and drafts exactly the same.
 
     Args:
         net: has none; left as it is, the result has copies of its weights.

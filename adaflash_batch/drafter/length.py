@@ -27,8 +27,12 @@ HAZARD, ADAFLASH = "hazard", "adaflash"
 USUAL_WIDTHS = {HAZARD: 0, ADAFLASH: 256}
 """Hidden width where none is named; AdaFlash's is the authors'."""
 
+CERTAINTY = 3
+"""Numbers of `certainty` for each draft."""
+
 # A lead that no second candidate is left to bound; leads above it tell nothing more either.
 _LARGEST_LEAD = 30.0
+_SURE = 1.0 - 1e-6
 # Rows whose log-probabilities are held at once: few enough to stay in the cache.
 _ROWS_AT_ONCE = 32
 _EPS = 1e-6
@@ -53,9 +57,9 @@ class Proposal(NamedTuple):
 
 @torch.no_grad()
 def certainty(scores: Tensor, best: Tensor) -> Tensor:
-    """How sure the drafter is of its choices: [.., 2], float32 at least.
+    """How sure the drafter is of its choices: [.., 3], float32 at least, all in nats.
 
-    The log-probability of the best candidate and its lead over the second, in nats.
+    Log-odds and log-probability of the best candidate, and its lead over the second.
 
     Args:
         scores: [.., V], of all candidates, as they were chosen by.
@@ -63,8 +67,8 @@ def certainty(scores: Tensor, best: Tensor) -> Tensor:
     """
     flat, chosen = scores.flatten(0, -2), best.flatten().unsqueeze(-1)
     parts = zip(*(torch.split(each, _ROWS_AT_ONCE) for each in (flat, chosen)), strict=True)
-    found = [_certainty(*part) for part in parts] or [flat.new_zeros(0, 2)]
-    return torch.cat(found).view(*best.shape, 2)
+    found = [_certainty(*part) for part in parts] or [flat.new_zeros(0, CERTAINTY)]
+    return torch.cat(found).view(*best.shape, CERTAINTY)
 
 
 def _certainty(scores: Tensor, best: Tensor) -> Tensor:
@@ -72,13 +76,16 @@ def _certainty(scores: Tensor, best: Tensor) -> Tensor:
     logs = scores.log_softmax(-1, dtype=wide)
     top = logs.gather(-1, best)
     second = logs.scatter_(-1, best, float("-inf")).amax(-1, keepdim=True)
-    return torch.cat((top, (top - second).clamp(max=_LARGEST_LEAD)), dim=-1)
+    others = torch.log1p(-top.exp().clamp(max=_SURE))
+    return torch.cat((top - others, top, (top - second).clamp(max=_LARGEST_LEAD)), dim=-1)
 
 
 class HazardHead(nn.Module):
     """The hazards of a block's drafts, linear in the drafter's states unless it has a width.
 
-    It computes in float32 whatever its weights are kept in.
+    What it learns is added to the drafter's own opinion, the probability of its choice, so that it
+    says something sensible before it has learnt anything. It computes in float32 whatever its
+    weights are kept in.
 
     Args:
         hidden_size: H.
@@ -88,8 +95,9 @@ class HazardHead(nn.Module):
 
     def __init__(self, hidden_size: int, num_drafts: int, width: int) -> None:
         super().__init__()
-        self.hidden = nn.Linear(hidden_size + 2, width) if width else None
-        self.out = nn.Linear(width or hidden_size + 2, 1, bias=False)
+        inputs = hidden_size + CERTAINTY
+        self.hidden = nn.Linear(inputs, width) if width else None
+        self.out = nn.Linear(width or inputs, 1, bias=False)
         self.bias = nn.Parameter(torch.empty(num_drafts))
 
     def forward(self, rows: Tensor, sure: Tensor) -> Tensor:
@@ -97,18 +105,19 @@ class HazardHead(nn.Module):
 
         Args:
             rows: [B, N, H], what the lm_head was given.
-            sure: [B, N, 2], from `certainty`.
+            sure: [B, N, 3], from `certainty`.
         """
         x = _wide(rows.detach())
         # The length of a state says little, and would make the step of an update depend on it.
         x = F.rms_norm(x, x.shape[-1:], None, _EPS)
-        x = torch.cat((x, sure.detach().to(x.dtype)), dim=-1)
+        sure = sure.detach().to(x.dtype)
+        x = torch.cat((x, sure), dim=-1)
         if self.hidden is not None:
             x = F.silu(_linear(x, self.hidden))
-        return _linear(x, self.out).squeeze(-1) + _wide(self.bias)
+        return _linear(x, self.out).squeeze(-1) + _wide(self.bias) - sure[..., 0]
 
     def make_neutral(self, generator: torch.Generator) -> None:
-        """Weights with which every hazard is one half, but that learn."""
+        """Weights that leave the drafter its own opinion, h = 1 - p, but that learn."""
         _make_neutral(self, self.out, generator)
 
 

@@ -283,8 +283,8 @@ def _input_projection(config: DrafterConfig) -> InputProjection | None:
 def initialise(config: DrafterConfig, generator: torch.Generator) -> DFlash:
     """A float32 drafter on the CPU: weights from N(0, 0.02), norms of 1, biases of 0.
 
-    Markov head, convolutions and selector begin without effect, length heads with one half. The
-    generator alone decides:
+    Markov head, convolutions and selector begin without effect, and so does what a length head
+    learns. The generator alone decides:
     torch's global random state is neither read nor moved.
     """
     with torch.device("meta"):

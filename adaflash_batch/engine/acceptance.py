@@ -1,4 +1,4 @@
-"""What drafts of late were worth, and whether what was promised of them came true.
+"""What drafts of late were worth.
 
 A block of drafts is compared with the text that came behind its anchor (hindsight), however few of
 them were verified. It is accepted up to the first that differs, so each place of the block that was
@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import TypedDict
 
 # Blocks that the shared curve looks back on, and tries that a request's record does.
 _SPAN = 1000.0
@@ -30,7 +29,6 @@ _MOST_SHIFT = 8.0
 # Blocks after which records are held against a newer curve.
 _MOST_AGE = 32
 _LEAST_CHANCE, _MOST_CHANCE = 0.001, 0.999
-_NUM_BINS = 10
 
 
 @dataclass(slots=True)
@@ -140,67 +138,3 @@ def _count(record: RequestRecord, chances: Sequence[float], accepted: int) -> No
 
 def _bounded(chance: float) -> float:
     return min(max(chance, _LEAST_CHANCE), _MOST_CHANCE)
-
-
-class Reliability(TypedDict):
-    """A point of a reliability curve.
-
-    predicted: mean of what was predicted.
-    happened: share that came true.
-    count: predictions.
-    """
-
-    predicted: float
-    happened: float
-    count: int
-
-
-@dataclass(slots=True)
-class Calibration:
-    """Whether predicted chances came true, in ten bins of the prediction.
-
-    Attributes:
-        counts, predicted, happened: of each bin: predictions, their sum, and how many came true.
-    """
-
-    counts: list[int] = field(default_factory=lambda: [0] * _NUM_BINS)
-    predicted: list[float] = field(default_factory=lambda: [0.0] * _NUM_BINS)
-    happened: list[int] = field(default_factory=lambda: [0] * _NUM_BINS)
-
-    def observe(self, predicted: float, happened: bool) -> None:
-        """Count a prediction from 0 to 1."""
-        place = min(int(predicted * _NUM_BINS), _NUM_BINS - 1)
-        self.counts[place] += 1
-        self.predicted[place] += predicted
-        self.happened[place] += happened
-
-    def observe_block(self, survival: Sequence[float], accepted: int, known: int) -> None:
-        """Count a block's predictions, see AcceptanceHistory: of its known places, no others."""
-        for place, predicted in enumerate(survival[:known]):
-            self.observe(predicted, place < accepted)
-
-    def add(self, other: Calibration) -> None:
-        """Add another's counts to these."""
-        for place in range(_NUM_BINS):
-            self.counts[place] += other.counts[place]
-            self.predicted[place] += other.predicted[place]
-            self.happened[place] += other.happened[place]
-
-    @property
-    def ece(self) -> float | None:
-        """Expected calibration error: the mean distance of the curve; None before anything."""
-        total = sum(self.counts)
-        if not total:
-            return None
-        pairs = zip(self.predicted, self.happened, strict=True)
-        return sum(abs(predicted - happened) for predicted, happened in pairs) / total
-
-    def curve(self) -> list[Reliability]:
-        """The bins that hold something, from the lowest on; plain JSON."""
-        return [
-            {"predicted": predicted / count, "happened": happened / count, "count": count}
-            for count, predicted, happened in zip(
-                self.counts, self.predicted, self.happened, strict=True
-            )
-            if count
-        ]

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from adaflash_batch.engine.acceptance import AcceptanceHistory, Calibration
+from adaflash_batch.engine.acceptance import AcceptanceHistory
 from adaflash_batch.engine.correction import Correction
 from adaflash_batch.engine.cost import StepCost
 from adaflash_batch.engine.drafting import Draft, DraftBatch, Drafter
@@ -27,6 +27,7 @@ from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
 from adaflash_batch.engine.widths import adaflash_width, choose_widths, who_drafts
 from adaflash_batch.exchange import DrafterWeights
 from adaflash_batch.request import RowKey
+from adaflash_batch.stats import Calibration
 
 WidthPolicy = Literal["survival", "adaflash", "fixed"]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from adaflash_batch.adapt.new_drafter import member_fields
+from adaflash_batch.adapt.new_drafter import length_fields, member_fields
 from adaflash_batch.drafter import checkpoint
 from adaflash_batch.drafter.checkpoint import TargetFacts
 from adaflash_batch.drafter.config import DrafterConfig, Member
-from adaflash_batch.drafter.growing import grow_dflash2
+from adaflash_batch.drafter.growing import grow_dflash2, grow_length_head
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.drafter.vocabulary import load_vocabulary
 from adaflash_batch.errors import ConfigError
@@ -51,24 +51,28 @@ def origin_of(plan: TrainingPlan) -> dict[str, object] | None:
         "folder": str(folder),
         "identity": checkpoint.identity(folder),
         "member": view.config.member,
+        "length_head": view.config.length_head,
         "updates": told.get("updates"),
         "training_hours": told.get("training_hours"),
     }
 
 
 def begun_net(plan: TrainingPlan, folder: Path, target: TargetFacts) -> DFlash:
-    """The drafter in a folder as float32, with DFlash 2's parts, as yet silent, if they are new.
+    """The drafter in a folder as float32; parts that are new are there, and as yet silent.
 
     Raises ConfigError as `checkpoint.load` does.
     """
     net = checkpoint.load(folder, target, dtype=torch.float32)
-    config = net.config
-    if not _grows(config, plan.member):
-        return net
-    parts = member_fields(
-        plan.member, plan.rank, config.hidden_size, plan.draft_vocabulary or config.vocab_size
-    )
-    return grow_dflash2(net, torch.Generator().manual_seed(plan.seed), **parts)
+    config, generator = net.config, torch.Generator().manual_seed(plan.seed)
+    if _grows(config, plan.member):
+        parts = member_fields(
+            plan.member, plan.rank, config.hidden_size, plan.draft_vocabulary or config.vocab_size
+        )
+        net = grow_dflash2(net, generator, **parts)
+    if plan.length_head and not config.length_head:
+        kind, width = length_fields(plan.length_head, plan.length_head_width).values()
+        net = grow_length_head(net, generator, kind=kind, width=width)
+    return net
 
 
 def _shape(folder: Path, member: str | None) -> dict[str, Any]:
@@ -82,6 +86,9 @@ def _shape(folder: Path, member: str | None) -> dict[str, Any]:
         "mask_token": config.mask_token_id,
         "input_projection": config.has_input_projection,
     }
+    if config.length_head:
+        shape["length_head"] = config.length_head
+        shape["length_head_width"] = config.length_head_width
     tokens = load_vocabulary(folder, config)
     if tokens is not None:
         shape["draft_vocabulary"] = len(tokens)

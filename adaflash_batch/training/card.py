@@ -21,9 +21,19 @@ def results(domains: Mapping[str, Acceptance]) -> dict[str, dict[str, Any]]:
     if not domains:
         return {}
     return {
-        name: figures(each.walked) | {"emitted_per_anchor": _rounded(each.emitted_per_anchor)}
+        name: figures(each.walked)
+        | {"emitted_per_anchor": _rounded(each.emitted_per_anchor)}
+        | _calibration(each)
         for name, each in ({**domains, ALL: Acceptance.of(domains.values())}).items()
     }
+
+
+def _calibration(acceptance: Acceptance) -> dict[str, Any]:
+    """How true what the drafter's own head says came, where it has one."""
+    found = acceptance.calibration
+    if found.ece is None:
+        return {}
+    return {"ece": _rounded(found.ece), "squared_error": _rounded(found.mean_squared_error)}
 
 
 def figures(counts: SpeculationCounts) -> dict[str, Any]:
@@ -79,7 +89,8 @@ def card(
         f"- Data: {summary['tokens']} tokens that the model wrote itself, "
         f"{100 * (1 - plan.sampled_share):.0f}% of the prompts greedily.",
         f"- Training: {summary['updates']} updates of {plan.batch} x {plan.anchors} blocks, "
-        f"objective {plan.objective}, {plan.optimiser}, peak learning rate {plan.learning_rate}.",
+        f"objective {plan.objective}, {plan.optimiser}, peak learning rate {plan.learning_rate}"
+        f"{'' if plan.parameters == 'all' else f'; of {plan.parameters} parameters alone'}.",
         f"- Time: {summary['decoding_hours']} h decoding, {summary['training_hours']} h training "
         f"on {machine()}.",
         "",
@@ -99,6 +110,8 @@ def _beginning(origin: Mapping[str, Any] | None, config: DrafterConfig) -> list[
     updates, member = origin["updates"], origin["member"]
     before = "" if updates is None else f", itself trained for {updates} updates"
     grown = "" if member == config.member else f"; {config.member}'s parts are new"
+    if config.length_head and not origin["length_head"]:
+        grown += f"; the {config.length_head} length head is new"
     return [
         f"- Began from: the {member} drafter in {origin['folder']} (sha256 "
         f"{origin['identity'][:16]}){before}{grown}. What follows is of this training alone."

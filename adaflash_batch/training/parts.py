@@ -15,6 +15,7 @@ from adaflash_batch import model_files
 from adaflash_batch.adapt.new_drafter import (
     build_config,
     copy_target_layers,
+    length_fields,
     mask_token,
     member_fields,
     shape_like,
@@ -96,6 +97,7 @@ def drafter_config(plan: TrainingPlan, parts: TargetParts) -> DrafterConfig:
             shape["vocab_size"],
             has_confidence=plan.confidence_head,
         ),
+        **length_fields(plan.length_head, plan.length_head_width),
         num_hidden_layers=plan.layers,
         has_input_projection=plan.input_projection,
         block_size=plan.block_size,

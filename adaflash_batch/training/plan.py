@@ -12,6 +12,8 @@ from adaflash_batch.errors import ConfigError
 MEMBERS = ("dflash", "dspark", "dflash2")
 OBJECTIVES = ("ce", "forward_kl", "opd")
 OPTIMISERS = ("adamw", "muon")
+LENGTH_HEADS = ("hazard", "adaflash")
+PARAMETERS = ("all", "new", "heads")
 
 # These change nothing about the weights.
 _SPEED = (
@@ -55,6 +57,9 @@ class TrainingPlan:
         confidence_head: train DSpark's guess at whether a draft is accepted too.
         input_projection: give every row of a block the last state and the anchor; no published
             layout has it.
+        length_head: one of LENGTH_HEADS, "" for none; a drafter that has none may grow one.
+        length_head_width: of its hidden layers; 0 takes the usual one of its kind.
+        parameters: one of PARAMETERS, what is trained; see adapt/parameters.py.
         optimiser: one of OPTIMISERS.
         objective: one of OBJECTIVES.
         gamma: decay of the position weights.
@@ -93,6 +98,9 @@ class TrainingPlan:
     rank: int = 64
     confidence_head: bool = False
     input_projection: bool = False
+    length_head: str = ""
+    length_head_width: int = 0
+    parameters: str = "all"
     optimiser: str = "adamw"
     learning_rate: float = 6e-4
     warm_up: float = 0.04
@@ -132,6 +140,12 @@ class TrainingPlan:
         yield "--member", self.member in MEMBERS, f"one of {', '.join(MEMBERS)}"
         is_dspark = self.member == "dspark"
         yield "--confidence-head", is_dspark or not self.confidence_head, "off but for dspark"
+        heads = ", ".join(LENGTH_HEADS)
+        yield "--length-head", self.length_head in ("", *LENGTH_HEADS), f"one of {heads}"
+        yield "--length-head-width", self.length_head_width >= 0, "0 (the usual) or more"
+        has_head = bool(self.length_head) or not self.length_head_width
+        yield "--length-head-width", has_head, "0 without --length-head"
+        yield "--parameters", self.parameters in PARAMETERS, f"one of {', '.join(PARAMETERS)}"
         yield "--optimiser", self.optimiser in OPTIMISERS, f"one of {', '.join(OPTIMISERS)}"
         yield "--objective", self.objective in OBJECTIVES, f"one of {', '.join(OBJECTIVES)}"
         yield "--block-size", self.block_size >= 2, "2 or more"

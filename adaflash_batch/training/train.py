@@ -18,6 +18,7 @@ from adaflash_batch.adapt.losses import Head, LossKind, Objective
 from adaflash_batch.adapt.new_drafter import frequent_tokens
 from adaflash_batch.adapt.optimise import DrafterTrainer
 from adaflash_batch.adapt.optimiser import OptimiserKind
+from adaflash_batch.adapt.parameters import AdaptedParameters
 from adaflash_batch.adapt.pretrain import Evaluator, Pretraining, Rounds, TrainingProgress
 from adaflash_batch.adapt.training_state import Cursor, load_state
 from adaflash_batch.adapt.trajectory_store import StoredTrajectory
@@ -108,6 +109,7 @@ class _Training:
             gamma=plan.gamma,
             anchors=plan.anchors,
             optimiser=cast(OptimiserKind, plan.optimiser),
+            parameters=cast(AdaptedParameters, plan.parameters),
             weight_decay=plan.weight_decay,
             compute=compute,
         )
