@@ -72,11 +72,13 @@ def profile(
 
 def _passes(most_tokens: int) -> Iterator[tuple[int, int]]:
     """(tokens, rows of logits): decoding wants all of them, a prompt few."""
-    for size in [size for size in _SIZES if size <= most_tokens]:
-        for _ in range(_REPEATS if size <= _MANY_TOKENS else 1):
-            yield size, size
-        if size >= _MANY_TOKENS:
-            yield size, size // _PROMPT_SHARE
+    # Round by round: where the machine changes its pace, it does so for all sizes.
+    for turn in range(_REPEATS):
+        for size in [size for size in _SIZES if size <= most_tokens]:
+            if turn == 0 or size <= _MANY_TOKENS:
+                yield size, size
+            if turn == 0 and size >= _MANY_TOKENS:
+                yield size, size // _PROMPT_SHARE
 
 
 def _pass(target: Target, kv: list[KVLayer], num_tokens: int, num_rows: int) -> None:

@@ -36,6 +36,8 @@ _MOST_LOOKED_UP = 7
 # Share of the time that may go into blocks that are drafted only to see what they would be worth.
 _PROBE_SHARE = 0.005
 _MOST_SAVED_S = 0.5
+# Steps with drafts after which one is made without.
+_PLAIN_EVERY = 48
 # Steps for which drafting is not thought of again once it did not pay.
 _LEFT_ALONE = 8
 # How likely a good drafter's next token is right.
@@ -142,6 +144,7 @@ class Speculator:
         self._token_price = 0.0
         self._foresight = Foresight()
         self._left_alone = self._num_left_alone = 0
+        self._steps_since_plain = 0
         self._probes_s = 0.0  # seconds that probes may take
         self._draft_s = 0.0
         self.pace = Pace()
@@ -168,6 +171,8 @@ class Speculator:
         self._prices, self._draft_s = StepPrices(self._cost, load), 0.0
         if not candidates:
             return []
+        if self._is_plain_due():
+            return [NOTHING] * len(candidates)
         found = [self._look_up(each) for each in candidates]
         blocks: list[Guess | None] = [None] * len(candidates)
         wanted = self._for_whom(candidates, found)
@@ -179,9 +184,20 @@ class Speculator:
         best = [self._better(block, other) for block, other in zip(blocks, found, strict=True)]
         widths = self._widths(best, candidates, len(wanted))
         self.num_plain += not any(widths)
+        self._steps_since_plain = self._steps_since_plain + 1 if any(widths) else 0
         pairs = zip(blocks, found, strict=True)
         drafted = [sum(len(guess.token_ids) for guess in pair if guess) for pair in pairs]
         return list(map(Chosen, best, widths, drafted))
+
+    def _is_plain_due(self) -> bool:
+        """Whether a step without drafts is to show again what that takes.
+
+        What is weighed is what drafts add to it, and machines change their pace.
+        """
+        if not (self._policy.only_if_it_pays and self._steps_since_plain >= _PLAIN_EVERY):
+            return False
+        self._steps_since_plain = 0
+        return True
 
     def _look_up(self, candidate: Candidate) -> Guess | None:
         if self._lookup is None or candidate.prospect.lookup is None:
