@@ -195,7 +195,7 @@ class _Run:
     def _load(self) -> None:
         # Torch comes with the engine: a job with nothing to do never waits for it.
         from adaflash_batch.engine.assembly import DecoderPlan, assemble
-        from adaflash_batch.engine.speculation import Policy
+        from adaflash_batch.engine.policy import Policy
 
         spec, speculation, model = self._spec, self._spec.speculation, self._model
         self._reporter.note(f"loading {spec.model.name}")

@@ -44,7 +44,7 @@ from adaflash_batch.engine.cost import StepCost
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.engine.drafting import BlockDrafter, Draft, DraftBatch, Drafter
 from adaflash_batch.engine.lookup import Lookup
-from adaflash_batch.engine.speculation import Policy
+from adaflash_batch.engine.policy import Policy
 from adaflash_batch.engine.target import Target
 from adaflash_batch.request import Completion, Request, RowKey, Sampling
 from adaflash_batch.stats import SpeculationCounts

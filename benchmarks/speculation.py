@@ -38,7 +38,7 @@ from adaflash_batch.drafter.vocabulary import load_vocabulary
 from adaflash_batch.engine.assembly import load_net
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.engine.drafting import BlockDrafter
-from adaflash_batch.engine.speculation import Policy
+from adaflash_batch.engine.policy import Policy
 from adaflash_batch.engine.target import Target
 from adaflash_batch.stats import SpeculationCounts
 

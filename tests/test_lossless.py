@@ -23,7 +23,7 @@ from tiny import (
     tiny_model,
 )
 
-from adaflash_batch.engine.speculation import Policy
+from adaflash_batch.engine.policy import Policy
 from adaflash_batch.engine.target import Target
 from adaflash_batch.request import Request, RowKey, Sampling
 

@@ -28,7 +28,7 @@ from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.engine.drafting import Draft, DraftBatch
 from adaflash_batch.engine.hindsight import Guess, Outcome, Prospect
 from adaflash_batch.engine.lookup import Lookup
-from adaflash_batch.engine.speculation import Policy, WidthPolicy
+from adaflash_batch.engine.policy import Policy, WidthPolicy
 from adaflash_batch.engine.target import Target
 from adaflash_batch.request import RowKey, Sampling
 from adaflash_batch.stats import SpeculationCounts

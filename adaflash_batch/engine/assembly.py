@@ -21,8 +21,8 @@ from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.engine.drafting import BlockDrafter, Drafter
 from adaflash_batch.engine.lookup import Lookup
 from adaflash_batch.engine.memory import kv_budget
+from adaflash_batch.engine.policy import WHOLE_BLOCKS, Policy
 from adaflash_batch.engine.profile import about
-from adaflash_batch.engine.speculation import WHOLE_BLOCKS, Policy
 from adaflash_batch.engine.target import Target
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.kernels.page_size import PAGE

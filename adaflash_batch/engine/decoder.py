@@ -19,19 +19,13 @@ from adaflash_batch.engine.late_context import LateContext
 from adaflash_batch.engine.lookup import Lookup
 from adaflash_batch.engine.packing import Packed, PageTable, pack, ranges
 from adaflash_batch.engine.pages import PagePool
+from adaflash_batch.engine.policy import NOTHING, WHOLE_BLOCKS, Chosen, Policy
 from adaflash_batch.engine.pricing import Load, load_without_drafts
 from adaflash_batch.engine.profile import profile
 from adaflash_batch.engine.sampling import ChoiceBlock, TokenHistory, choose
 from adaflash_batch.engine.scheduler import Scheduled, Scheduler
 from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
-from adaflash_batch.engine.speculation import (
-    NOTHING,
-    WHOLE_BLOCKS,
-    Chosen,
-    Policy,
-    Speculator,
-    reserved_tokens,
-)
+from adaflash_batch.engine.speculation import Speculator, reserved_tokens
 from adaflash_batch.engine.target import Target
 from adaflash_batch.exchange import DrafterWeights, Trajectory
 from adaflash_batch.kernels.page_size import PAGE

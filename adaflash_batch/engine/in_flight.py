@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from adaflash_batch.engine.capture import Piece, Recording
 from adaflash_batch.engine.hindsight import Prospect
+from adaflash_batch.engine.policy import Candidate, Chosen
 from adaflash_batch.engine.sampling import TokenHistory
 from adaflash_batch.engine.scheduler import Scheduled
 from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
-from adaflash_batch.engine.speculation import Candidate, Chosen
 from adaflash_batch.request import Completion, FinishReason, Request, RowError, Timing
 from adaflash_batch.stats import SpeculationCounts
 

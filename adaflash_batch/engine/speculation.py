@@ -9,8 +9,6 @@ what would have been accepted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -22,86 +20,26 @@ from adaflash_batch.engine.hindsight import Guess, Prospect
 from adaflash_batch.engine.late_context import LateContext
 from adaflash_batch.engine.lookup import Lookup
 from adaflash_batch.engine.packing import PageTable
+from adaflash_batch.engine.policy import NOTHING, Candidate, Chosen, Policy
 from adaflash_batch.engine.pricing import Foresight, Load, Pace, StepPrices
-from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
 from adaflash_batch.engine.widths import adaflash_width, choose_widths, who_drafts
 from adaflash_batch.exchange import DrafterWeights
-from adaflash_batch.request import RowKey
 from adaflash_batch.stats import Calibration
-
-WidthPolicy = Literal["survival", "adaflash", "fixed"]
 
 # Tokens that a lookup proposes at the most where there is no block to go by.
 _MOST_LOOKED_UP = 7
 # Share of the time that may go into blocks that are drafted only to see what they would be worth.
 _PROBE_SHARE = 0.005
 _MOST_SAVED_S = 0.5
+# What drafts must promise over going without them: promises are no certainty, and the choice
+# itself takes time.
+_MARGIN = 1.03
 # Steps with drafts after which one is made without.
 _PLAIN_EVERY = 48
 # Steps for which drafting is not thought of again once it did not pay.
 _LEFT_ALONE = 8
 # How likely a good drafter's next token is right.
 _HOPED = 0.7
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """How much is verified.
-
-    Attributes:
-        widths: `survival` maximises the expected tokens a second over the whole batch; `adaflash`
-            follows the scalar head of the paper; `fixed` verifies all.
-        most: drafts verified behind an anchor at the most; None for the drafter's block.
-        only_if_it_pays: nothing is drafted or verified where plain decoding is faster.
-    """
-
-    widths: WidthPolicy = "fixed"
-    most: int | None = None
-    only_if_it_pays: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A request that could verify drafts in this step.
-
-    Attributes:
-        tokens: prompt and text so far; the last is the anchor.
-        room: drafts that could be accepted at the most, above 0.
-    """
-
-    key: RowKey
-    sequence: ScheduledSequence
-    prospect: Prospect
-    tokens: Sequence[int]
-    room: int
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """What a request verifies.
-
-    Attributes:
-        guess: whose first `width` tokens are verified; None where there is none.
-        num_drafted: tokens that were proposed for it, verified or not.
-    """
-
-    guess: Guess | None = None
-    width: int = 0
-    num_drafted: int = 0
-
-    @property
-    def is_lookup(self) -> bool:
-        """Whether it was looked up."""
-        return self.guess is not None and self.guess.source == "lookup"
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Those that are verified."""
-        return [] if self.guess is None else self.guess.token_ids[: self.width]
-
-
-NOTHING = Chosen()
-WHOLE_BLOCKS = Policy()
 
 
 class Speculator:
@@ -237,12 +175,14 @@ class Speculator:
         ]
         seconds = self._prices.seconds(0)
         drafting = who_drafts(by_history, looked_up, self._cost.draft, seconds)
+        without = choose_widths(looked_up, seconds).speed * _MARGIN
         foreseen = self._foresight.speed(len(candidates), self._prices)
-        if foreseen > drafting.step.speed:
+        if foreseen > max(drafting.step.speed, without):
             return list(range(len(candidates)))
-        if not drafting.requests:
-            self._left_alone, self._num_left_alone = _LEFT_ALONE, len(candidates)
-        return drafting.requests
+        if drafting.requests and drafting.step.speed > without:
+            return drafting.requests
+        self._left_alone, self._num_left_alone = _LEFT_ALONE, len(candidates)
+        return []
 
     def _pays_for_all(self, candidates: Sequence[Candidate]) -> bool:
         """Whether drafting for all and verifying all of it is faster than plain decoding."""
@@ -311,7 +251,11 @@ class Speculator:
             return sizes
         if self._policy.widths == "survival" and self._cost.is_known:
             kept = [g.survival[:size] if g else [] for g, size in zip(guesses, sizes, strict=True)]
-            chosen = choose_widths(kept, self._prices.seconds(num_blocks))
+            seconds = self._prices.seconds(num_blocks)
+            chosen = choose_widths(kept, seconds)
+            plain_s = float(seconds(np.zeros(1, dtype=np.int64))[0])
+            if pays and chosen.speed < _MARGIN * len(kept) / plain_s:
+                return [0] * len(sizes)
             self._token_price = self._prices.of_token(chosen, num_blocks)
             return chosen.widths
         if pays and num_blocks < len(candidates) and self._cost.is_known:
