@@ -299,6 +299,15 @@ def test_what_learning_brings_is_spent_again() -> None:
     assert decide_ahead(control, 200.0, ahead) == "wait", "a part of that is trusted"
 
 
+def test_what_was_measured_counts_more_than_what_rounds_promised() -> None:
+    control = LearningControl(RULES)
+    for _ in range(3):
+        control.end_round(0.1)
+    assert math.isclose(control.balance.gained, 1.1**3)
+    control.end_round(0.1, gained=1.05)
+    assert control.balance.gained == 1.05
+
+
 def test_what_a_job_can_bear_is_learnt_for_later_ones() -> None:
     """Where a round brings nothing more within the job, but earlier ones have brought much."""
     rules = dataclasses.replace(RULES, risk=0.03, aim="even", trust=0.5)

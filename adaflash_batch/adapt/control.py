@@ -157,14 +157,17 @@ class LearningControl:
         self.balance.spent += seconds
         self._allowance.spend(seconds)
 
-    def end_round(self, gain: float) -> None:
+    def end_round(self, gain: float, gained: float | None = None) -> None:
         """Take in what the round that was charged for came to.
 
         Args:
             gain: what it added to τ of what is served, as a share of it; 0 if it was taken back.
+            gained: τ of what is served now over that of what was served at first, where it was
+                measured; else the gains of all rounds make it up, which is too much: what is
+                published was chosen for a gain that is partly chance.
         """
         memory = self._rules.memory
-        self.balance.gained *= 1.0 + gain
+        self.balance.gained = gained or self.balance.gained * (1.0 + gain)
         self.expected_gain = memory * self.expected_gain + (1.0 - memory) * max(gain, 0.0)
         before = self._spent if self._price is None else self._price
         self._price = memory * before + (1.0 - memory) * self._spent

@@ -90,7 +90,7 @@ class InlineLearning:
         self.seconds += taken
         self._control.charge(taken)
         if report is not None:
-            self._control.end_round(report.gain)
+            self._control.end_round(report.gain, report.gained)
             self._notify(report.describe())
 
     def _tell_refused(self) -> None:

@@ -20,6 +20,7 @@ class RoundReport:
         version: that is served now.
         fault: why it was not published; None where it was.
         is_kept: whether its weights are trained on all the same, instead of being taken back.
+        tau_first: τ of the weights that were served at first, on the same.
     """
 
     number: int
@@ -32,6 +33,13 @@ class RoundReport:
     version: int
     fault: str | None
     is_kept: bool = False
+    tau_first: float | None = None
+
+    @property
+    def gained(self) -> float | None:
+        """τ of what is served now, over that of what was served at first, on the same texts."""
+        now = self.tau_after if self.fault is None else self.tau_before
+        return None if now is None or self.tau_first is None else now / self.tau_first
 
     @property
     def gain(self) -> float:

@@ -26,12 +26,14 @@ class Comparison:
         after: with the candidate's.
         error_before, error_after: squared error of what the drafter's own head says, likewise; None
             without a head.
+        first: τ with the weights that were served at first; None where that was not asked.
     """
 
     before: float
     after: float
     error_before: float | None = None
     error_after: float | None = None
+    first: float | None = None
 
     @property
     def is_better(self) -> bool:
@@ -63,6 +65,7 @@ class Scorer:
         self._embedding, self._head, self._most_anchors = embedding, head, most_anchors
         self._served: dict[RowKey, Acceptance] = {}
         self._candidate: dict[RowKey, Acceptance] = {}
+        self._first: dict[RowKey, Acceptance] = {}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,32 +77,49 @@ class Scorer:
         candidate: Mapping[str, Tensor],
         served: Mapping[str, Tensor],
         trajectories: Sequence[Trajectory],
+        first: Mapping[str, Tensor] | None = None,
     ) -> Generator[None, None, Comparison | None]:
         """Score both, yielding after each text; None where the texts have no anchor.
 
         What the served weights scored is remembered: texts are scored with them once only, until
-        `accept`.
+        `accept`. So is what the first ones scored, for good.
+
+        Args:
+            first: what was served at first, to tell what all rounds together came to; those that
+                are published look better than they are, since they were chosen for it.
         """
-        keys = {each.key for each in trajectories}
-        self._served = {key: known for key, known in self._served.items() if key in keys}
         self._candidate = {}
         yield from self._score(candidate, trajectories, self._candidate)
-        unknown = [each for each in trajectories if each.key not in self._served]
-        yield from self._score(served, unknown, self._served)
+        self._served = yield from self._scored(served, trajectories, self._served)
+        if first is not None:
+            self._first = yield from self._scored(first, trajectories, self._first)
         before, after = (Acceptance.of(each.values()) for each in (self._served, self._candidate))
         taus = before.emitted_per_anchor, after.emitted_per_anchor
         if taus[0] is None or taus[1] is None:
             return None
-        errors = (each.calibration.mean_squared_error for each in (before, after))
-        return Comparison(taus[0], taus[1], *errors)
+        errors = [each.calibration.mean_squared_error for each in (before, after)]
+        at_first = None if first is None else Acceptance.of(self._first.values()).emitted_per_anchor
+        return Comparison(taus[0], taus[1], errors[0], errors[1], at_first)
+
+    def _scored(
+        self,
+        weights: Mapping[str, Tensor],
+        trajectories: Sequence[Trajectory],
+        known: dict[RowKey, Acceptance],
+    ) -> Generator[None, None, dict[RowKey, Acceptance]]:
+        """The scores of these texts, of which those that are known stay."""
+        scores = {each.key: known[each.key] for each in trajectories if each.key in known}
+        unknown = [each for each in trajectories if each.key not in scores]
+        yield from self._score(weights, unknown, scores)
+        return scores
 
     def accept(self) -> None:
         """The candidate of the last comparison is served from now on."""
         self._served = self._candidate
 
     def forget(self) -> None:
-        """Other weights are served from now on."""
-        self._served = {}
+        """Other weights are served from now on, and count as the first."""
+        self._served, self._first = {}, {}
 
     def _score(
         self,

@@ -123,7 +123,7 @@ class OnlineTrainer:
             self._average = _copies(trainer.net.named_parameters())
         self._num_seen = 0
         self._round: _Round | None = None
-        self._served = self._candidate()
+        self._served = self._first = self._candidate()
         self._at_rest = self._snapshot(self.counters)
 
     def collect(self) -> None:
@@ -192,7 +192,9 @@ class OnlineTrainer:
             yield
         candidate = self._candidate()
         held_back = self._pool.held_back
-        comparison = yield from self._scorer.compare(candidate, self._served, held_back)
+        comparison = yield from self._scorer.compare(
+            candidate, self._served, held_back, self._first
+        )
         if comparison is None or not comparison.is_better:
             self.counters.not_better += 1
             is_far = comparison is not None and comparison.gain < -self._plan.tolerance
@@ -262,6 +264,7 @@ class OnlineTrainer:
             clip_rate=sums.clipped / sums.positions if sums.positions else 0.0,
             tau_before=None if comparison is None else comparison.before,
             tau_after=None if comparison is None else comparison.after,
+            tau_first=None if comparison is None else comparison.first,
             version=self.version,
             fault=fault,
             is_kept=is_kept,
@@ -292,7 +295,8 @@ class OnlineTrainer:
         self.counters = TrainerCounters(**state.counters)
         self._load(state.tensors)
         self._scorer.forget()
-        self._served, self._at_rest = self._candidate(), self._snapshot(self.counters)
+        self._served = self._first = self._candidate()
+        self._at_rest = self._snapshot(self.counters)
 
 
 def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
