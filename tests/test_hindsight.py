@@ -11,6 +11,7 @@ import torch
 from tiny import BLOCK, VOCABULARY, ScriptedDrafter, as_requests, decode, random_prompts, texts
 
 from adaflash_batch.drafter.length import is_ended, num_accepted, sufficient_share, truncated
+from adaflash_batch.engine.policy import Policy
 from adaflash_batch.engine.target import Target
 from adaflash_batch.request import Completion, Request, RowKey, Sampling
 
@@ -52,7 +53,7 @@ def asking(
         places.append((key, place))
         return propose(key, place)
 
-    done = decode(target, requests, drafter=ScriptedDrafter(noting), width=width)
+    done = decode(target, requests, drafter=ScriptedDrafter(noting), policy=Policy(most=width))
     return Asked(places, done)
 
 
