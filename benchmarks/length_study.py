@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/length_study.py --drafter DIR [--prompts FILE.parquet ...]
            [--concurrency 1 4 8 16 32 64 128] [--policies off fixed:1 survival ...] [--rounds 3]
-           [--max-new-tokens 64] [--threads 2] [--seed 0] [--json FILE]
+           [--depth 4] [--max-new-tokens 64] [--threads 2] [--seed 0] [--json FILE]
 
     off         plain decoding, what all others are compared with
     fixed:n     n drafts of every block
@@ -14,7 +14,8 @@ Usage: python benchmarks/length_study.py --drafter DIR [--prompts FILE.parquet .
 
 Greedy, end-of-sequence ignored. At each concurrency every policy has one decoder that lives through
 all rounds, the first of which is not counted: it has seen as much as any job's. In a round all take
-turns, in an order of chance, on the same prompts. `speed` is the tokens a second over those of
+turns, in an order of chance, on the same prompts, `--depth` for each place: with drafts texts end at
+different times, and only a queue keeps the places filled then, as in a job. `speed` is the tokens a second over those of
 `off` of the same round, `low` and `high` the least and the most of the rounds; `cpu` is the same by
 seconds of the processor, which other processes disturb less; τ is over all steps.
 """
@@ -151,7 +152,7 @@ class Ground:
 
 
 def decode(decoder: Decoder, requests: Sequence[Request]) -> tuple[list[Completion], float, float]:
-    """All at once, each to its longest; the seconds, and those of the processor."""
+    """As many at once as it takes, each to its longest; the seconds, and the processor's."""
     began, began_cpu, done = time.perf_counter(), time.process_time(), list[Completion]()
     for request in requests:
         decoder.add(request)
@@ -188,7 +189,8 @@ def study(ground: Ground, prompts: list[list[int]], options: argparse.Namespace)
         Sampling(max_new_tokens=options.max_new_tokens, ignore_eos=True),
     )
     for turn in range(options.rounds + 1):
-        part = prompts[turn * ground.concurrency :][: ground.concurrency]
+        size = ground.concurrency * options.depth
+        part = prompts[turn * size :][:size]
         requests = [
             Request(RowKey(turn, row, 0), ids, sampling, identity=row)
             for row, ids in enumerate(part)
@@ -221,6 +223,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--policies", nargs="+", default=_POLICIES)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--depth", type=int, default=4, help="requests of a round for each slot")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
@@ -235,7 +238,8 @@ def main() -> None:
     cost, results = StepCost(), []
     for concurrency in options.concurrency:
         for path in options.prompts:
-            prompts = _distinct(model, path, concurrency * (options.rounds + 1))
+            count = concurrency * options.depth * (options.rounds + 1)
+            prompts = _distinct(model, path, count)
             longest = max(map(len, prompts)) + options.max_new_tokens + 64
             ground = Ground(target, net, vocabulary, cost, concurrency, concurrency * longest)
             if not cost.is_known:
