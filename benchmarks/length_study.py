@@ -14,10 +14,11 @@ Usage: python benchmarks/length_study.py --drafter DIR [--prompts FILE.parquet .
 
 Greedy, end-of-sequence ignored. At each concurrency every policy has one decoder that lives through
 all rounds, the first of which is not counted: it has seen as much as any job's. In a round all take
-turns, in an order of chance, on the same prompts, `--depth` for each place: with drafts texts end at
-different times, and only a queue keeps the places filled then, as in a job. `speed` is the tokens a second over those of
-`off` of the same round, `low` and `high` the least and the most of the rounds; `cpu` is the same by
-seconds of the processor, which other processes disturb less; τ is over all steps.
+turns, in an order of chance, on the same prompts, `--depth` for each place: with drafts texts end
+at different times, and only a queue keeps the places filled then, as in a job. `speed` is the
+tokens a second over those of `off` of the same round, `low` and `high` the least and the most of
+the rounds; `cpu` is the same by seconds of the processor, which other processes disturb less; τ is
+over all steps.
 """
 
 from __future__ import annotations
