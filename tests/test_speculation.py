@@ -173,6 +173,28 @@ def known_cost() -> StepCost:
     return cost
 
 
+def test_lookups_alone_are_weighed_by_every_policy(llama: Target) -> None:
+    """Of fixed widths, too: dear tokens are not verified, cheap ones are."""
+    requests = as_requests([[5, 6, 7, 8, 9] * 4 for _ in range(6)], Sampling(max_new_tokens=NEW))
+    plain = texts(decode(llama, requests))
+    for each, pays in ((0.001, True), (10.0, False)):
+        cost = StepCost()
+        for tokens in (1, 2, 3, 4, 6, 8) * 6:
+            cost.observe_target(tokens, tokens, 20 * tokens, 0.2 + each * tokens)
+        done = decode(
+            llama,
+            requests,
+            lookup=Lookup(max_tokens=1000),
+            policy=Policy("fixed", only_if_it_pays=True),
+            cost=cost,
+            clock=Machine(llama, each=each),
+            max_running=1,
+        )
+        counts = together(done.values())
+        assert texts(done) == plain
+        assert (counts.lookup_accepted > NEW) == pays
+
+
 def test_looked_up_drafts_are_counted_as_such(llama: Target) -> None:
     prompts = [[5, 6, 7, 8, 9] * 4 for _ in range(6)]
     requests = as_requests(prompts, Sampling(max_new_tokens=NEW))

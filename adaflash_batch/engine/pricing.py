@@ -12,6 +12,9 @@ from adaflash_batch.engine.cost import StepCost
 from adaflash_batch.engine.scheduler import Scheduled
 from adaflash_batch.engine.widths import Floats, Integers, Widths, choose_widths
 
+Seconds = Callable[[Integers], Floats]
+"""Of a step, by the tokens that are verified in it."""
+
 # Requests' steps that the mean of emitted tokens looks back on.
 _SPAN = 500.0
 # Share that the means of seconds keep of themselves in a step, and steps without drafts after
@@ -69,7 +72,7 @@ class StepPrices:
         """Seconds without drafts."""
         return float(self.seconds(0)(np.zeros(1, dtype=np.int64))[0])
 
-    def seconds(self, num_blocks: int) -> Callable[[Integers], Floats]:
+    def seconds(self, num_blocks: int) -> Seconds:
         """Seconds of the step with this many blocks drafted, by the tokens verified behind."""
         load, cost = self.load, self._cost
         other = float(cost.rest(load.running) + cost.draft(num_blocks))

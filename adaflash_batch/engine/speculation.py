@@ -21,7 +21,7 @@ from adaflash_batch.engine.late_context import LateContext
 from adaflash_batch.engine.lookup import Lookup
 from adaflash_batch.engine.packing import PageTable
 from adaflash_batch.engine.policy import NOTHING, Candidate, Chosen, Policy
-from adaflash_batch.engine.pricing import Foresight, Load, Pace, StepPrices
+from adaflash_batch.engine.pricing import Foresight, Load, Pace, Seconds, StepPrices
 from adaflash_batch.engine.widths import adaflash_width, choose_widths, who_drafts
 from adaflash_batch.exchange import DrafterWeights
 from adaflash_batch.stats import Calibration
@@ -246,23 +246,32 @@ class Speculator:
             0 if guess is None else min(room, len(guess.token_ids))
             for guess, room in zip(guesses, rooms, strict=True)
         ]
-        pays = self._policy.only_if_it_pays
         if not any(sizes):
             return sizes
+        seconds = self._prices.seconds(num_blocks)
         if self._policy.widths == "survival" and self._cost.is_known:
             kept = [g.survival[:size] if g else [] for g, size in zip(guesses, sizes, strict=True)]
-            seconds = self._prices.seconds(num_blocks)
             chosen = choose_widths(kept, seconds)
-            plain_s = float(seconds(np.zeros(1, dtype=np.int64))[0])
-            if pays and chosen.speed < _MARGIN * len(kept) / plain_s:
-                return [0] * len(sizes)
             self._token_price = self._prices.of_token(chosen, num_blocks)
-            return chosen.widths
-        if pays and num_blocks < len(candidates) and self._cost.is_known:
-            return [0] * len(sizes)  # a probe
-        if self._policy.widths == "adaflash":
-            return list(map(_adaflash_width, guesses, sizes))
-        return sizes
+            widths, emitted = chosen.widths, chosen.emitted
+        else:
+            is_by_head = self._policy.widths == "adaflash"
+            widths = list(map(_adaflash_width, guesses, sizes)) if is_by_head else sizes
+            emitted = len(sizes) + sum(map(_expected, guesses, widths))
+        return (
+            widths
+            if self._promises(emitted, sum(widths), len(sizes), seconds)
+            else [0] * len(sizes)
+        )
+
+    def _promises(
+        self, emitted: float, num_verified: int, num_requests: int, seconds: Seconds
+    ) -> bool:
+        """Whether so many verified tokens are expected to pay, blocks being drafted already."""
+        if not (self._policy.only_if_it_pays and self._cost.is_known):
+            return True
+        plain_s, taken_s = seconds(np.array([0, num_verified]))
+        return bool(emitted / taken_s >= _MARGIN * num_requests / plain_s)
 
     def settle(self, prospect: Prospect, tokens: Sequence[int], *, is_over: bool) -> None:
         """Learn from what was committed: the request's tokens are these by now."""
@@ -333,6 +342,10 @@ def reserved_tokens(drafter: Drafter | None, lookup: Lookup | None) -> int:
     """Positions behind an anchor that a request's pages must cover."""
     block = 0 if drafter is None else drafter.block_size
     return max(block, 0 if lookup is None else _MOST_LOOKED_UP + 1)
+
+
+def _expected(guess: Guess | None, width: int) -> float:
+    return 0.0 if guess is None else sum(guess.survival[:width])
 
 
 def _adaflash_width(guess: Guess | None, size: int) -> int:
