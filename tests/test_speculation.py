@@ -45,14 +45,16 @@ def llama() -> Target:
 class Machine:
     """A clock of a machine whose steps take `fixed` and for each token that enters `each`."""
 
-    def __init__(self, target: Target, fixed: float = 1.0, each: float = 0.01) -> None:
+    def __init__(self, target: Target, fixed: float = 0.02, each: float = 0.001) -> None:
         self._target, self._fixed, self._each = target, fixed, each
-        self._ticks = 0.0
+        self._now, self._seen = 0.0, target.num_forward_tokens
 
     def __call__(self) -> float:
-        # Every reading is a little later; a pass moves it by its tokens.
-        self._ticks += 1e-6
-        return self._ticks + self._each * self._target.num_forward_tokens
+        # Every reading is a little later, and later by a pass if there was one.
+        num_tokens = self._target.num_forward_tokens
+        passed, self._seen = num_tokens - self._seen, num_tokens
+        self._now += 1e-6 + (self._fixed + self._each * passed if passed > 0 else 0.0)
+        return self._now
 
 
 class Telling:
