@@ -168,16 +168,18 @@ class DFlash(nn.Module):
 
         Survival is the hazard head's, without one DSpark's confidence head's.
         """
-        rows, seen = self.drafting_rows(hidden), list[Tensor]()
+        rows, seen = self.drafting_rows(hidden), list[tuple[Tensor, Tensor]]()
 
         def watch(scores: Tensor, best: Tensor) -> None:
-            seen.append(certainty(scores, best))
+            seen.append((scores, best))
 
         wants_certainty = isinstance(self.length_head, HazardHead)
         drafts = self._walk(rows, anchors, head, token_ids, watch if wants_certainty else None)
         survival = length = None
         if isinstance(self.length_head, HazardHead):
-            survival = survival_of(self.length_head(rows, torch.stack(seen, dim=1)))
+            # Of all slots at once: a slot of few requests is too little for so many operations.
+            scores, best = (torch.stack(each, dim=1) for each in zip(*seen, strict=True))
+            survival = survival_of(self.length_head(rows, certainty(scores, best)))
         elif self.confidence_head is not None:
             previous = torch.cat((anchors.unsqueeze(1), drafts[:, :-1]), dim=1)
             survival = self._trust(self.confidence(rows, previous))
