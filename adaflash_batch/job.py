@@ -31,7 +31,7 @@ from adaflash_batch.summary import LearningFigures, RunFigures, Summary, summari
 from adaflash_batch.text import Encoded, TextCodec
 
 if TYPE_CHECKING:
-    from adaflash_batch.engine.assembly import Assembly, Origin
+    from adaflash_batch.engine.assembly import Assembly
     from adaflash_batch.engine.decoder import Decoder
     from adaflash_batch.learning import JobLearning
 
@@ -142,7 +142,6 @@ class _Run:
         self._codec: TextCodec
         self._decoder: Decoder
         self._assembly: Assembly
-        self._origin: Origin | None = None
         self._learning: JobLearning | None = None
         self._end_ids: frozenset[int] = frozenset()
         self._rows_done = output.resumed_rows
@@ -212,7 +211,7 @@ class _Run:
             tokenizer_digest=model_files.tokenizer_digest(model),
             policy=Policy(speculation.widths, speculation.width, speculation.when == "pays"),
             looks_up=speculation.lookup,
-            costs=models.cache_folder().parent / "step-costs",
+            costs=models.cache_root() / "step-costs",
             concurrency=engine.concurrency,
             token_budget=engine.token_budget,
             kv_bytes=engine.kv_bytes,
@@ -237,7 +236,7 @@ class _Run:
         decoder.end_token_ids = self._end_ids
         check_token_ids(self._sampling, decoder.vocab_size)
         self._decoder = decoder
-        self._assembly, self._origin = assembly, assembly.origin
+        self._assembly = assembly
         self._begin_learning(assembly, versions)
 
     def _begin_learning(self, assembly: Assembly, versions: Path | None) -> None:
@@ -276,7 +275,8 @@ class _Run:
         speculation, version = self._spec.speculation, self._decoder.drafter_version
         if version is None:
             return "no drafter: plain decoding"
-        if self._origin is None or self._origin.version is None:
+        origin = self._assembly.origin
+        if origin is None or origin.version is None:
             return f"drafter {speculation.drafter}"
         return f"drafter version {version} of {speculation.drafter_store or self._own_store}"
 

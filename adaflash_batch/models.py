@@ -72,12 +72,17 @@ def locate(model: str, *, revision: str | None = None, notify: Notify) -> Path:
     return _from_hub(model, revision, notify)
 
 
-def cache_folder() -> Path:
-    """Where converted models are kept: ADAFLASH_CACHE, or the user's cache directory."""
+def cache_root() -> Path:
+    """Where what can be made again is kept: ADAFLASH_CACHE, or the user's cache directory."""
     import platformdirs
 
     chosen = os.environ.get("ADAFLASH_CACHE")
-    return Path(chosen or platformdirs.user_cache_dir("adaflash-batch")).expanduser() / "models"
+    return Path(chosen or platformdirs.user_cache_dir("adaflash-batch")).expanduser()
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept."""
+    return cache_root() / "models"
 
 
 def _check_folder(folder: Path) -> None:

@@ -30,11 +30,12 @@ import torch
 import torch.nn.functional as F
 from learning_stream import Settings, Stream, entries, target_facts, target_table
 
-from adaflash_batch.adapt.block_attention import forward_blocks
-from adaflash_batch.adapt.blocks import anchor_range, make_blocks, pack_features
+from adaflash_batch.adapt.blocks import anchor_range
+from adaflash_batch.adapt.evaluate import draft_behind
 from adaflash_batch.adapt.losses import LengthLabel
 from adaflash_batch.drafter import checkpoint
 from adaflash_batch.drafter.growing import grow_length_head
+from adaflash_batch.drafter.length import num_accepted
 from adaflash_batch.engine.widths import adaflash_width
 from adaflash_batch.exchange import Trajectory
 
@@ -44,23 +45,21 @@ _AT_ONCE = 64
 
 def blocks_of(stream: Stream, text: Trajectory) -> Iterator[tuple[int, float]]:
     """(accepted drafts of the whole block, what the head says) behind each generated token."""
-    net, head, table = stream.net, stream.head, stream.table
-    first = max(text.prompt_length, anchor_range(text).start)
-    anchors = torch.arange(first, anchor_range(text).stop)
+    head, known = stream.head, anchor_range(text)
+    anchors = torch.arange(max(text.prompt_length, known.start), known.stop)
     for part in torch.split(anchors, _AT_ONCE):
-        blocks = make_blocks([text], [part], net.config, gamma=1.0)
-        features = pack_features(blocks, [text]).to(table.dtype)
-        hidden = forward_blocks(net, blocks, features, table[blocks.token_ids.flatten()])
-        told = net.propose_judged(
-            hidden, blocks.token_ids[:, 0], lambda rows: F.linear(rows, head.weight), head.token_ids
+        right, told = draft_behind(
+            stream.net,
+            text,
+            part,
+            stream.table,
+            lambda rows: F.linear(rows, head.weight),
+            head.token_ids,
         )
-        slots = slice(net.config.first_slot, None)
-        right = (told.drafts == blocks.labels[:, slots]) & (blocks.weights[:, slots] > 0)
         assert told.length is not None
-        yield from zip(right.int().cumprod(1).sum(1).tolist(), told.length.tolist(), strict=True)
+        yield from zip(num_accepted(right).tolist(), told.length.tolist(), strict=True)
 
 
-@torch.no_grad()
 def walk(stream: Stream, texts: Sequence[Trajectory]) -> dict[str, Any]:
     """Decode the texts again, with widths by the head."""
     widths, accepted, steps = Counter[int](), 0, 0

@@ -17,8 +17,9 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-import platformdirs
 import torch
+
+from adaflash_batch.models import cache_root
 
 _FLAGS = [
     *("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC"),
@@ -65,7 +66,7 @@ def _load(source: str, defines: tuple[str, ...]) -> ctypes.CDLL:
         raise NativeUnavailable(f"no C compiler: {compiler[0]} is not on PATH")
     flags = [*_FLAGS, *_vector_width(), *defines]
     code = Path(__file__).with_name(source)
-    path = _cache_folder() / f"{code.stem}-{_digest(code, compiler, flags)}.so"
+    path = cache_root() / "kernels" / f"{code.stem}-{_digest(code, compiler, flags)}.so"
     if not path.exists():
         _build(code, compiler, flags, path)
     try:
@@ -77,11 +78,6 @@ def _load(source: str, defines: tuple[str, ...]) -> ctypes.CDLL:
 def _vector_width() -> list[str]:
     # gcc and clang on x86 prefer 256-bit vectors even where 512 bits are there and faster.
     return ["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []
-
-
-def _cache_folder() -> Path:
-    chosen = os.environ.get("ADAFLASH_CACHE")
-    return Path(chosen or platformdirs.user_cache_dir("adaflash-batch")).expanduser() / "kernels"
 
 
 def _digest(code: Path, compiler: list[str], flags: list[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from adaflash_batch.drafter.config import DrafterConfig
 from adaflash_batch.drafter.model import Attend, DFlash, initialise
@@ -93,6 +93,21 @@ def random_drafter(config: DrafterConfig, dtype: torch.dtype = torch.float64) ->
 def random_rows(num_rows: int, width: int, dtype: torch.dtype, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(num_rows, width, generator=generator, dtype=dtype)
+
+
+def check_head_gradients(
+    head: nn.Module, net: DFlash, plain: DFlash, expected: Tensor, *, atol: float, rtol: float
+) -> None:
+    """A head of the net has those of the loss by hand, all else those of the net without it."""
+    wanted = torch.autograd.grad(expected, list(head.parameters()))
+    for parameter, gradient in zip(head.parameters(), wanted, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, gradient, atol=atol, rtol=rtol)
+    others = dict(net.named_parameters())
+    for name, parameter in plain.named_parameters():
+        mine = others[name].grad
+        assert (mine is None) == (parameter.grad is None), name
+        assert mine is None or parameter.grad is None or torch.equal(mine, parameter.grad), name
 
 
 def packed_block(

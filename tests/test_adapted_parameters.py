@@ -11,20 +11,16 @@ import pytest
 import torch
 from nets import DFLASH2, DSPARK, PROJECTED, TINY, random_drafter
 from torch import Tensor
-from trajectories import TABLE, TRAJECTORIES, repeating
+from trajectories import TABLE, TRAJECTORIES, learner
 
 from adaflash_batch.adapt.blocks import pick_anchors
 from adaflash_batch.adapt.losses import Head, Objective
 from adaflash_batch.adapt.optimise import DrafterTrainer
 from adaflash_batch.adapt.parameters import is_new, is_projection
-from adaflash_batch.adapt.publishing import MailboxPublisher
-from adaflash_batch.adapt.replay import ReplayPool
 from adaflash_batch.adapt.scoring import Scorer
-from adaflash_batch.adapt.trainer import OnlineTrainer, RoundPlan
 from adaflash_batch.drafter.config import DrafterConfig
 from adaflash_batch.drafter.model import DFlash, initialise
 from adaflash_batch.errors import ConfigError
-from adaflash_batch.exchange import TrajectoryMailbox, WeightsMailbox
 
 MARKOV = dataclasses.replace(
     DSPARK, enable_confidence_head=False, confidence_head_with_markov=False
@@ -251,14 +247,7 @@ def test_every_member_publishes_what_it_learnt_while_a_job_runs(member: str, kin
     core = make(config, kind, net, compute=torch.bfloat16)
     table, net = TABLE.bfloat16(), copy.deepcopy(net).bfloat16()
     scorer = Scorer(net, embedding=table, head=Head(table), most_anchors=None)
-    sizes = {"recent_bytes": PLENTY, "replay_bytes": PLENTY, "held_back_bytes": PLENTY}
-    inbox, outbox = TrajectoryMailbox(PLENTY), WeightsMailbox()
-    plan = RoundPlan(updates=25, batch=4, rate=1e-2, least_new=8, least_held_back=3, seed=5)
-    pool = ReplayPool(seed=1, held_back_share=0.3, **sizes)
-    trainer = OnlineTrainer(core, inbox, pool, scorer, MailboxPublisher(outbox), plan)
-    for each in map(repeating, range(30)):
-        inbox.put(each)
-    trainer.collect()
+    trainer, outbox = learner(core, scorer)
     reports = [trainer.run_round() for _ in range(2)]
     published = outbox.take()
     assert published is not None, reports

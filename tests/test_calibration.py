@@ -12,17 +12,14 @@ from hypothesis import strategies as st
 from nets import DSPARK, random_drafter
 from test_length_training import MARKOV, headed, trainer_of
 from torch import Tensor
-from trajectories import TABLE, repeating, trajectory
+from trajectories import TABLE, learner, trajectory
 
 from adaflash_batch.adapt.evaluate import evaluate
 from adaflash_batch.adapt.losses import Head
-from adaflash_batch.adapt.publishing import MailboxPublisher
-from adaflash_batch.adapt.replay import ReplayPool
 from adaflash_batch.adapt.scoring import Comparison, Scorer
-from adaflash_batch.adapt.trainer import OnlineTrainer, RoundPlan
 from adaflash_batch.drafter.config import DrafterConfig
 from adaflash_batch.drafter.model import DFlash
-from adaflash_batch.exchange import Trajectory, TrajectoryMailbox, WeightsMailbox
+from adaflash_batch.exchange import Trajectory
 from adaflash_batch.stats import Calibration
 
 PLENTY = 2**26
@@ -136,14 +133,7 @@ def test_a_round_of_heads_alone_is_published_for_being_truer(kind: str) -> None:
     served = copy.deepcopy(net)
     core = trainer_of(net, parameters="heads")
     scorer = Scorer(served, embedding=TABLE, head=Head(TABLE), most_anchors=None)
-    sizes = {"recent_bytes": PLENTY, "replay_bytes": PLENTY, "held_back_bytes": PLENTY}
-    inbox, outbox = TrajectoryMailbox(PLENTY), WeightsMailbox()
-    plan = RoundPlan(updates=25, batch=4, rate=1e-2, least_new=8, least_held_back=3, seed=5)
-    pool = ReplayPool(seed=1, held_back_share=0.3, **sizes)
-    trainer = OnlineTrainer(core, inbox, pool, scorer, MailboxPublisher(outbox), plan)
-    for each in map(repeating, range(30)):
-        inbox.put(each)
-    trainer.collect()
+    trainer, outbox = learner(core, scorer)
     report = trainer.run_round()
     assert report.fault is None
     assert report.tau_before == report.tau_after

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import DSPARK, random_drafter
+from nets import DSPARK, check_head_gradients, random_drafter
 from torch import Tensor
 from trajectories import TABLE, TRAJECTORIES, blocks_of, trajectory
 
@@ -83,24 +83,11 @@ def test_the_loss_is_that_of_the_drafts_behind_right_ones(head: Head) -> None:
     torch.testing.assert_close(found.double(), expected.detach(), atol=1e-5, rtol=1e-4)
     assert (both.hits, both.positions) == (drafting.hits, drafting.positions)
     torch.autograd.backward([both.value, drafting.value])
-    _check_gradients(net, plain, expected)
+    assert net.confidence_head is not None
+    check_head_gradients(net.confidence_head, net, plain, expected, atol=1e-6, rtol=1e-4)
     assert ours.grad is not None
     assert theirs.grad is not None
     assert torch.equal(ours.grad, theirs.grad)
-
-
-def _check_gradients(net: DFlash, plain: DFlash, expected: Tensor) -> None:
-    """The confidence head has those of the loss by hand, all else those of drafting alone."""
-    assert net.confidence_head is not None
-    wanted = torch.autograd.grad(expected, list(net.confidence_head.parameters()))
-    for parameter, gradient in zip(net.confidence_head.parameters(), wanted, strict=True):
-        assert parameter.grad is not None
-        torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-4)
-    others = dict(net.named_parameters())
-    for name, parameter in plain.named_parameters():
-        mine = others[name].grad
-        assert (mine is None) == (parameter.grad is None), name
-        assert mine is None or parameter.grad is None or torch.equal(mine, parameter.grad), name
 
 
 def test_a_token_outside_the_vocabulary_is_a_draft_refused() -> None:

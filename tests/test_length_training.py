@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import DFLASH2, DSPARK, TINY, random_drafter
+from nets import DFLASH2, DSPARK, TINY, check_head_gradients, random_drafter
 from test_confidence import HEADS, half_known, partly_right
 from torch import Tensor
 from trajectories import TABLE, TRAJECTORIES, blocks_of
@@ -105,24 +105,11 @@ def test_the_loss_is_that_of_what_serving_would_have_done(
     torch.testing.assert_close(found.double(), expected.detach(), atol=2e-5, rtol=1e-4)
     assert (both.hits, both.positions) == (drafting.hits, drafting.positions)
     torch.autograd.backward([both.value, drafting.value])
-    _check_gradients(net, plain, expected)
+    assert net.length_head is not None
+    check_head_gradients(net.length_head, net, plain, expected, atol=1e-5, rtol=1e-3)
     assert ours.grad is not None
     assert theirs.grad is not None
     assert torch.equal(ours.grad, theirs.grad)
-
-
-def _check_gradients(net: DFlash, plain: DFlash, expected: Tensor) -> None:
-    """The length head has those of the loss by hand, all else those of drafting alone."""
-    assert net.length_head is not None
-    wanted = torch.autograd.grad(expected, list(net.length_head.parameters()))
-    for parameter, gradient in zip(net.length_head.parameters(), wanted, strict=True):
-        assert parameter.grad is not None
-        torch.testing.assert_close(parameter.grad, gradient, atol=1e-5, rtol=1e-3)
-    others = dict(net.named_parameters())
-    for name, parameter in plain.named_parameters():
-        mine = others[name].grad
-        assert (mine is None) == (parameter.grad is None), name
-        assert mine is None or parameter.grad is None or torch.equal(mine, parameter.grad), name
 
 
 def trainer_of(net: DFlash, **options: Any) -> DrafterTrainer:

@@ -43,6 +43,13 @@ def test_a_page_released_twice_is_a_bug_that_shows() -> None:
         pool.release(pages)
 
 
+def plan_of(scheduler: Scheduler, width: int) -> list[Scheduled]:
+    """A whole step, in which all drafts that there is room for are verified."""
+    planned = scheduler.plan_decoding(width)
+    taken = sum(item.num_known + item.width for item in planned)
+    return planned + scheduler.plan_prefill(taken)
+
+
 def check_invariants(scheduler: Scheduler, plan: list[Scheduled], budget: int, most: int) -> None:
     running, pool = scheduler.running, scheduler.pool
     held = [page for sequence in running for page in sequence.pages]
@@ -105,7 +112,7 @@ def test_everyone_finishes_within_the_budget(
         scheduler.add(sequence)
     left = len(sequences)
     for _ in range(40_000):
-        plan = scheduler.plan(width)
+        plan = plan_of(scheduler, width)
         check_invariants(scheduler, plan, budget, most)
         assert plan, "a step in which nobody moves"
         for sequence in advance(plan, data):
@@ -124,12 +131,12 @@ def test_the_longest_waiting_goes_first_and_the_latest_is_preempted() -> None:
     first, second, third = (Sequence(known=PAGE, limit=3 * PAGE) for _ in range(3))
     for sequence in (first, second, third):
         scheduler.add(sequence)
-    plan = scheduler.plan(0)
+    plan = plan_of(scheduler, 0)
     assert [item.sequence for item in plan] == [first, second, third]
     for sequence, num_known, _ in plan:  # each writes a page's last token and needs another page
         sequence.computed += num_known
         sequence.known += 1
-    plan = scheduler.plan(0)
+    plan = plan_of(scheduler, 0)
     assert [item.sequence for item in plan] == [first, second]
     assert list(scheduler.waiting) == [third]
     assert scheduler.num_preemptions == 1
@@ -140,11 +147,11 @@ def test_a_full_batch_leaves_room_for_prefill() -> None:
     decoding = [Sequence(known=2, limit=100) for _ in range(8)]
     for sequence in decoding:
         scheduler.add(sequence)
-    for sequence, num_known, _ in scheduler.plan(0):
+    for sequence, num_known, _ in plan_of(scheduler, 0):
         sequence.computed += num_known
         sequence.known += 1
     late = Sequence(known=50, limit=60)
     scheduler.add(late)
-    plan = scheduler.plan(7)
+    plan = plan_of(scheduler, 7)
     assert late in [item.sequence for item in plan]
     assert sum(item.num_known + item.width for item in plan) <= 16

@@ -10,8 +10,13 @@ from torch import Tensor
 
 from adaflash_batch.adapt.block_attention import forward_blocks
 from adaflash_batch.adapt.blocks import Blocks, pack_features, sample_blocks
+from adaflash_batch.adapt.optimise import DrafterTrainer
+from adaflash_batch.adapt.publishing import MailboxPublisher
+from adaflash_batch.adapt.replay import ReplayPool
+from adaflash_batch.adapt.scoring import Scorer
+from adaflash_batch.adapt.trainer import OnlineTrainer, RoundPlan
 from adaflash_batch.drafter.config import DrafterConfig
-from adaflash_batch.exchange import Trajectory
+from adaflash_batch.exchange import Trajectory, TrajectoryMailbox, WeightsMailbox
 from adaflash_batch.request import RowKey
 
 
@@ -50,6 +55,20 @@ def blocks_of(config: DrafterConfig) -> tuple[Blocks, Tensor, Tensor]:
 
 
 _CYCLE = (3, 17, 42, 8, 61)
+
+
+def learner(core: DrafterTrainer, scorer: Scorer) -> tuple[OnlineTrainer, WeightsMailbox]:
+    """A trainer that has taken in thirty texts, and where what it publishes goes."""
+    plenty = 2**26
+    sizes = {"recent_bytes": plenty, "replay_bytes": plenty, "held_back_bytes": plenty}
+    inbox, outbox = TrajectoryMailbox(plenty), WeightsMailbox()
+    plan = RoundPlan(updates=25, batch=4, rate=1e-2, least_new=8, least_held_back=3, seed=5)
+    pool = ReplayPool(seed=1, held_back_share=0.3, **sizes)
+    trainer = OnlineTrainer(core, inbox, pool, scorer, MailboxPublisher(outbox), plan)
+    for each in map(repeating, range(30)):
+        inbox.put(each)
+    trainer.collect()
+    return trainer, outbox
 
 
 def repeating(row: int, length: int = 25) -> Trajectory:

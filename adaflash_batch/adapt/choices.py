@@ -34,6 +34,8 @@ def choose(
     is_wanted: Tensor,
     bias: Bias | None,
     chunk_rows: int,
+    *,
+    with_certainty: bool,
 ) -> Choices:
     """The choices of a drafter without a selector, at the wanted positions.
 
@@ -43,14 +45,18 @@ def choose(
         is_wanted: bool [N].
         bias: see draft_loss.
         chunk_rows: positions whose logits are held at a time.
+        with_certainty: say how sure the drafter is, too.
     """
     hits = is_wanted.new_zeros(len(student))
-    sure = student.new_zeros(len(student), CERTAINTY, dtype=torch.float32)
+    sure = None
+    if with_certainty:
+        sure = student.new_zeros(len(student), CERTAINTY, dtype=torch.float32)
     for where in torch.split(is_wanted.nonzero().squeeze(1), chunk_rows):
         logits = F.linear(student[where].to(head.weight.dtype), head.weight)
         if bias is not None:
             logits += F.linear(bias.latents[where], bias.table)
         best = logits.argmax(-1)
         hits[where] = best == head.rows(labels[where])
-        sure[where] = certainty(logits, best).to(sure.dtype)
+        if sure is not None:
+            sure[where] = certainty(logits, best).to(sure.dtype)
     return Choices(hits, sure)

@@ -101,7 +101,7 @@ def evaluate(
     anchors = torch.tensor(candidates, dtype=torch.int64)
     result, accepted = Acceptance(), list[int]()
     for part in torch.split(anchors, _BLOCKS_AT_ONCE) if len(anchors) else ():
-        agrees, proposal = _drafted(net, trajectory, part, embedding, head, token_ids)
+        agrees, proposal = draft_behind(net, trajectory, part, embedding, head, token_ids)
         num_known = len(trajectory.token_ids) - 1 - part
         found = _count(agrees, num_known)
         _compare(found.calibration, proposal, num_accepted(agrees), num_known)
@@ -112,7 +112,8 @@ def evaluate(
     return result
 
 
-def _drafted(
+@torch.no_grad()
+def draft_behind(
     net: DFlash,
     trajectory: Trajectory,
     anchors: Tensor,
@@ -120,7 +121,12 @@ def _drafted(
     head: Head,
     token_ids: Tensor | None,
 ) -> tuple[Tensor, Proposal]:
-    """Bool [B, N], which drafts are the tokens of the text; those past its end are not."""
+    """Draft behind some anchors of a text; the arguments are those of `evaluate`.
+
+    Returns:
+        Bool [B, N], which drafts are the tokens of the text; those past its end are not. And what
+        the drafter says of its drafts.
+    """
     config = net.config
     blocks = make_blocks([trajectory], [anchors], config, gamma=1.0).to(embedding.device)
     features = pack_features(blocks, [trajectory]).to(embedding.device, embedding.dtype)

@@ -146,11 +146,12 @@ def _drafting_loss(
     if net.candidate_selector is not None:
         selecting, choices = _selector_loss(net, head, task, over_ranks)
         loss = loss + selecting
-    elif stats.certainty is not None:
+    elif is_judged:
         # What is outside the draft vocabulary teaches drafting nothing, but is a draft refused.
         others = (task.weights > 0) & ~task.is_taught
-        found = _chosen(objective, head, task, others).certainty
+        found = _chosen(net, objective, head, task, others).certainty
         assert found is not None
+        assert stats.certainty is not None
         choices = Choices(stats.hits, stats.certainty + found)
     hits = int(stats.hits.sum())
     return MemberLoss(loss, stats.positions, hits, stats.clip_rate), choices
@@ -160,12 +161,21 @@ def _choices(net: DFlash, objective: Objective, head: Head, task: _Task) -> Choi
     """What is drafted at all known positions."""
     if net.candidate_selector is not None:
         return _selector_loss(net, head, task, alone)[1]
-    return _chosen(objective, head, task, task.weights > 0)
+    return _chosen(net, objective, head, task, task.weights > 0)
 
 
-def _chosen(objective: Objective, head: Head, task: _Task, is_wanted: Tensor) -> Choices:
-    rows, bias = task.rows.flatten(0, 1), task.bias
-    return choose(head, rows, task.labels, is_wanted, bias, objective.chunk_rows)
+def _chosen(
+    net: DFlash, objective: Objective, head: Head, task: _Task, is_wanted: Tensor
+) -> Choices:
+    return choose(
+        head,
+        task.rows.flatten(0, 1),
+        task.labels,
+        is_wanted,
+        task.bias,
+        objective.chunk_rows,
+        with_certainty=isinstance(net.length_head, HazardHead),
+    )
 
 
 def _head_losses(

@@ -34,7 +34,7 @@ _DTYPES = {
     "float16": torch.float16,
 }
 # Tokens of finished texts that drafts are looked up in; each takes 100 to 170 bytes.
-_MOST_LOOKED_UP = 500_000
+_LOOKUP_TOKENS = 500_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def assemble(plan: DecoderPlan, *, notify: Callable[[str], None]) -> Assembly:
     decoder = Decoder(
         target,
         drafter=None if origin is None or net is None else _drafter(origin, net, target),
-        lookup=Lookup(max_tokens=_MOST_LOOKED_UP) if plan.looks_up else None,
+        lookup=Lookup(max_tokens=_LOOKUP_TOKENS) if plan.looks_up else None,
         policy=plan.policy,
         cost=cost,
         max_running=plan.concurrency,

@@ -13,7 +13,6 @@ from adaflash_batch.engine.accept import emitted_tokens
 from adaflash_batch.engine.capture import Capture
 from adaflash_batch.engine.cost import StepCost
 from adaflash_batch.engine.drafting import Drafter
-from adaflash_batch.engine.hindsight import Prospect
 from adaflash_batch.engine.in_flight import Entry, Item, piece_of
 from adaflash_batch.engine.late_context import LateContext
 from adaflash_batch.engine.lookup import Lookup
@@ -184,14 +183,13 @@ class Decoder:
         assert prompt, "a prompt has at least one token"
         limit = len(prompt) + sampling.max_new_tokens
         sequence = ScheduledSequence(known=len(prompt), limit=limit)
-        entry = Entry(request, sequence, list(prompt), self._clock(), Prospect())
+        entry = Entry(request, sequence, list(prompt), self._clock(), self.speculator.begin(prompt))
         if sampling.reshapes_logits:
             entry.history = TokenHistory(prompt=frozenset(prompt))
         error = self._misfit(limit, sequence)
         if error is not None:
             self._finished.append(entry.completion("error", error, self._clock()))
             return
-        entry.prospect = self.speculator.begin(prompt)
         self._entries[sequence] = entry
         self._scheduler.add(sequence)
         if self._capture is not None and self._capture.wanted():
@@ -366,11 +364,11 @@ class Decoder:
     def _absorb(self, items: list[Item], packed: Packed, kept: Sequence[int]) -> None:
         """Keep for the drafter what the target saw of the tokens that stay."""
         staying = [index for index, count in enumerate(kept) if count > 0]
-        if self._drafter is None or self._late is None or not staying:
+        if self._late is None or not staying:
             return
         counts = [kept[index] for index in staying]
         rows = torch.from_numpy(ranges(packed.start[staying], np.array(counts)))
-        features = self._target.tapped(self._drafter.tapped_layers, rows)
+        features = self._target.tapped(self.drafter_layers, rows)
         sequences = [items[index].scheduled.sequence for index in staying]
         self._late.add(sequences, packed.context[staying].tolist(), counts, features)
 

@@ -80,8 +80,8 @@ class Scheduler:
         self.running.remove(sequence)
         self._vacate(sequence)
 
-    def plan(self, width: int) -> list[Scheduled]:
-        """The next step. Decoding sequences come first, then prefill in order of arrival.
+    def plan_decoding(self, width: int) -> list[Scheduled]:
+        """The first part of the next step: the sequences that decode.
 
         Pages for every scheduled token are held when this returns; sequences that arrived last may
         have been sent back to wait for it.
@@ -90,11 +90,6 @@ class Scheduler:
             width: draft tokens wanted behind each anchor; fewer are planned where the budget or a
                 sequence's limit leaves no room.
         """
-        planned = self.plan_decoding(width)
-        return planned + self.plan_prefill(sum(item.num_known + item.width for item in planned))
-
-    def plan_decoding(self, width: int) -> list[Scheduled]:
-        """The first part of `plan`: the sequences that decode, with room for so many drafts."""
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
         if not decoding:
             return []
@@ -122,7 +117,7 @@ class Scheduler:
         return max(min(missing + waiting, self._token_budget - num_taken), 0)
 
     def plan_prefill(self, num_taken: int) -> list[Scheduled]:
-        """The second part of `plan`: prompts, for which so many tokens of the budget are gone."""
+        """The second part: prompts in order of arrival, with so many tokens of the budget gone."""
         planned: list[Scheduled] = []
         budget = self._token_budget - num_taken
         prefilling = [sequence for sequence in self.running if not sequence.is_decoding]

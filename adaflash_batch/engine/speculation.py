@@ -175,7 +175,7 @@ class Speculator:
         ]
         seconds = self._prices.seconds(0)
         drafting = who_drafts(by_history, looked_up, self._cost.draft, seconds)
-        without = choose_widths(looked_up, seconds).speed * _MARGIN
+        without = drafting.without.speed * _MARGIN
         foreseen = self._foresight.speed(len(candidates), self._prices)
         if foreseen > max(drafting.step.speed, without):
             return list(range(len(candidates)))

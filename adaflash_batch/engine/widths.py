@@ -94,10 +94,12 @@ class Drafting:
     Attributes:
         requests: their places in the batch, ascending.
         step: with the widths that the expectations lead to.
+        without: the step that is expected if it runs for nobody.
     """
 
     requests: list[int]
     step: Widths
+    without: Widths
 
 
 def who_drafts(
@@ -124,11 +126,13 @@ def who_drafts(
     prices = draft_seconds(np.array(sizes, dtype=np.int64)).tolist()
     verifying = seconds(np.arange(max(bought.shape[1], owned.shape[1]) * len(owned) + 1))
     best: Drafting | None = None
+    without: Widths | None = None
     for size, price in zip(sizes, prices, strict=True):
         chosen = np.sort(order[:size])
         step = _best(_mixed(bought, owned, chosen), verifying + (price if size else 0.0))
+        without = without or step  # the first size is 0
         if best is None or step.speed > best.step.speed:
-            best = Drafting(chosen.tolist(), step)
+            best = Drafting(chosen.tolist(), step, without)
     assert best is not None
     return best
 
