@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING
 from adaflash_batch import model_files, models
 from adaflash_batch.drafter.store import versions_of
 from adaflash_batch.errors import ConfigError
+from adaflash_batch.job_facts import read_inputs, text_facts
 from adaflash_batch.report.live import Progress, Reporter
 from adaflash_batch.request import Completion, Prompt, Request, RowError, RowKey
 from adaflash_batch.sampling_defaults import check_token_ids, default_sampling
-from adaflash_batch.shards.columns import ContentColumn, check_sampling_columns, detect_content
-from adaflash_batch.shards.identity import check_ids
-from adaflash_batch.shards.inputs import resolve_inputs
+from adaflash_batch.shards.columns import ContentColumn
 from adaflash_batch.shards.job_folder import FOLDER, JobFolder
 from adaflash_batch.shards.locations import is_local
 from adaflash_batch.shards.open_chunks import OpenChunks
 from adaflash_batch.shards.output import Output
-from adaflash_batch.shards.parquet import ShardInfo, inspect_shard
+from adaflash_batch.shards.parquet import ShardInfo
 from adaflash_batch.shards.reader import Chunk, read_chunks
 from adaflash_batch.shards.recovery import committed
-from adaflash_batch.shards.schema import OutputRow, output_schema
+from adaflash_batch.shards.schema import OutputRow
 from adaflash_batch.shards.writer import prepare_output
 from adaflash_batch.spec import JobSpec
 from adaflash_batch.summary import LearningFigures, RunFigures, Summary, summarise
@@ -46,12 +45,12 @@ def run_job(spec: JobSpec, *, reporter: Reporter) -> Summary:
         AdaflashError: the job cannot begin or go on; what is committed stays.
     """
     began = time.monotonic()
-    infos = [inspect_shard(shard) for shard in resolve_inputs(spec.input.paths)]
-    content = _check_columns(spec, infos)
+    inputs = read_inputs(spec)
+    infos = inputs.infos
     filesystem, path = prepare_output(spec.output.directory, [info.shard for info in infos])
     folder = JobFolder(filesystem, path)
     model = models.locate(spec.model.name, revision=spec.model.revision, notify=reporter.note)
-    fingerprint = folder.claim(_text_facts(spec, infos, content, model), spec.to_json())
+    fingerprint = folder.claim(text_facts(spec, inputs, model), spec.to_json())
     done = committed(path, fingerprint, infos, spec.output.chunk_rows, filesystem)
     for note in done.notes:
         reporter.note(note)
@@ -64,7 +63,9 @@ def run_job(spec: JobSpec, *, reporter: Reporter) -> Summary:
         done=done,
     )
     own_store = Path(path) / FOLDER / "drafter" if is_local(filesystem) else None
-    run = _Run(spec, infos, content, model, output, reporter, own_store, done.drafter_version)
+    run = _Run(
+        spec, infos, inputs.content, model, output, reporter, own_store, done.drafter_version
+    )
     if output.num_rows_left > 0:
         run.decode()
     else:
@@ -75,43 +76,6 @@ def run_job(spec: JobSpec, *, reporter: Reporter) -> Summary:
     if output.num_parts > 0 or not folder.has_summary():
         folder.write_summary(summary.as_dict())
     return summary
-
-
-def _check_columns(spec: JobSpec, infos: list[ShardInfo]) -> ContentColumn:
-    """Everything that is wrong with the input's columns is said before a model is loaded."""
-    columns, id_column = spec.input.columns, spec.input.id_column
-    content = detect_content(
-        [info.schema for info in infos],
-        spec.input.prompt_column,
-        spec.input.messages_column,
-        names=[info.shard.path for info in infos],
-        exclude={*columns.values(), id_column or ""},
-    )
-    for info in infos:
-        check_sampling_columns(info.schema, columns, info.shard.path)
-        output_schema(info.schema, spec.output.prefix)
-    if id_column is not None:
-        check_ids([info.shard for info in infos], id_column)
-    return content
-
-
-def _text_facts(
-    spec: JobSpec, infos: list[ShardInfo], content: ContentColumn, model: Path
-) -> dict[str, object]:
-    """Everything that changes a text or its place in the output."""
-    facts = spec.text_fields()
-    # The same may be named in another way: what counts is what files, columns and weights hold.
-    named_only = ["input.paths", "input.prompt_column", "input.messages_column"]
-    if not spec.model.trust_remote_code:  # of a model's own code its name is all that is known
-        named_only += ["model.name", "model.revision"]
-    for key in named_only:
-        del facts[key]
-    return {
-        **facts,
-        "inputs": {info.shard.name: info.digest for info in infos},
-        "content": {"column": content.name, "kind": content.kind},
-        "model": model_files.model_identity(model),
-    }
 
 
 class _Run:

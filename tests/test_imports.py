@@ -14,8 +14,8 @@ PACKAGE = "adaflash_batch"
 # Each room may import from the rooms below its own line, and from itself.
 LAYERS: list[set[str]] = [
     {"cli"},
-    {"job", "training"},
-    {"learning", "summary"},
+    {"job", "training", "review"},
+    {"learning", "summary", "job_facts"},
     {"shards", "engine", "adapt", "report"},
     {"drafter", "kernels"},
     {
@@ -113,7 +113,7 @@ WITHOUT_TORCH = [
     *("training.version_commands", "drafter.store"),
     *("durable", "errors", "exchange", "request", "spec", "spec_sections", "spec_sources"),
     "stats",
-    *("engine.pages", "engine.scheduler", "report.live", "summary"),
+    *("engine.pages", "engine.scheduler", "report.live", "summary", "job_facts"),
     *("engine.cost", "engine.cost_curve", "engine.widths", "engine.acceptance"),
     *("engine.lookup", "engine.lookup_acceptance", "engine.suffix_index"),
     *("adapt.balance", "adapt.control", "adapt.replay", "adapt.round_report"),
