@@ -15,6 +15,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from adaflash_batch.errors import AdaflashError, ConfigError, LockedError
+from adaflash_batch.review.commands import add_commands
 from adaflash_batch.spec import JobSpec, section_fields
 from adaflash_batch.spec_sources import flag_name
 from adaflash_batch.training import commands as drafter_commands
@@ -193,3 +194,4 @@ run.__signature__ = inspect.Signature(list(_run_parameters()))  # type: ignore[a
 # Typer would keep the docstring's line ends.
 app.command(help=" ".join((run.__doc__ or "").split()))(run)
 app.add_typer(drafter_commands.app, name="drafter")
+add_commands(app)
