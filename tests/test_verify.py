@@ -122,6 +122,10 @@ def recast(table: Any) -> Any:
     return table.set_column(index, "tags", table["tags"].cast(pa.large_list(pa.string())))
 
 
+def with_metadata(table: Any) -> Any:
+    return table.replace_schema_metadata({"made_by": "test"})
+
+
 def change_the_input(job: Job) -> None:
     table = pq.read_table(job.folder / "b.parquet")
     pq.write_table(changed("id", 2, 99)(table), job.folder / "b.parquet")
@@ -196,9 +200,28 @@ DAMAGES: list[tuple[str, Callable[[Job], object], list[str]]] = [
         "rows in another order",
         lambda job: rewrite(job.part(1, 0), lambda table: table.take([0, 1, 3, 2])),
         [
-            "part-00001-00000.parquet, row 2, column sample: is 1, it follows 0",
-            "row 3, column sample: begins 1 samples, the job asks for 2",
+            "part-00001-00000.parquet, row 1, column sample: begins 2 samples, the job asks for 1",
+            "part-00001-00000.parquet, row 3, column sample: begins 1 samples, the job asks for 2",
         ],
+    ),
+    (
+        "a sample there twice",
+        lambda job: rewrite(job.part(1, 0), lambda table: table.take([0, 1, 3, 3])),
+        ["part-00001-00000.parquet, row 3, column sample: is 1, it follows 1"],
+    ),
+    (
+        "columns in another order",
+        lambda job: rewrite(
+            job.part(0, 0), lambda table: table.select([1, 0, *range(2, table.num_columns)])
+        ),
+        [f"{PART}, column prompt: stands where id should"],
+    ),
+    (
+        "metadata lost",
+        lambda job: pq.write_table(
+            with_metadata(pq.read_table(job.folder / "a.parquet")), job.folder / "a.parquet"
+        ),
+        [f"{PART}: has not the input's schema metadata 'made_by'"],
     ),
     ("a text lost", text("completion", 0, None), [f"{PART}, row 0, column completion: is null"]),
     (
@@ -272,7 +295,7 @@ DAMAGES: list[tuple[str, Callable[[Job], object], list[str]]] = [
     (
         "a footer changed",
         lambda job: refoot(job.part(0, 0), completion_tokens=1),
-        [f"{PART}: its footer says 1 completion_tokens, its rows come to 19"],
+        [f"{PART}: its footer says 1 completion_tokens, its rows come to "],
     ),
     (
         "errors miscounted",
@@ -314,7 +337,7 @@ DAMAGES: list[tuple[str, Callable[[Job], object], list[str]]] = [
     (
         "a column of another type",
         lambda job: rewrite(job.part(0, 0), recast),
-        [f"{PART}, column tags: is tags: large_list<"],
+        [f"{PART}, column tags: is large_list<"],
     ),
     (
         "a column lost",
@@ -413,9 +436,8 @@ def test_inputs_that_are_gone(job: Job, capfd: pytest.CaptureFixture[str]) -> No
     # Without an input file the parts of one are held against each other.
     rewrite(job.part(1, 1), lambda table: table.drop_columns(["tags"]))
     found = verify(job.opened(), compare_inputs=False)
-    assert "part-00001-00001.parquet, column tags: is completion" in told(found).replace(
-        "column tags: is missing", "column tags: is completion"
-    )
+    assert told(found).startswith("part-00001-00001.parquet, column tags: is missing")
+    assert len(found.problems) == 1
 
 
 def test_what_a_kill_leaves_is_told_and_is_no_damage(job: Job) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,8 @@ from adaflash_batch.review.leftovers import Rejects
 from adaflash_batch.review.our_columns import Ints, OurColumns, row_settings
 from adaflash_batch.review.parts import Part, first_line, open_part
 from adaflash_batch.review.row_order import SampleOrder, Sums
-from adaflash_batch.shards.footer import NAMESPACE, PartFooter
+from adaflash_batch.review.schemas import schema_differences
+from adaflash_batch.shards.footer import PartFooter
 from adaflash_batch.shards.parquet import read_batches
 from adaflash_batch.shards.schema import OUR_COLUMNS
 
@@ -60,34 +60,10 @@ class PartCheck:
 
     def _check_schema(self, name: str, found: Any, wanted: Any) -> bool:
         """Whether the columns are such that their values can be looked at."""
-        problems = list(self._schema_differences(found, wanted))
+        problems = list(schema_differences(found, wanted, self._job.prefix))
         for column, message in problems:
             self._findings.add(name, message, column=column)
         return not any(column is not None for column, _ in problems)
-
-    def _schema_differences(self, found: Any, wanted: Any) -> Iterator[tuple[str | None, str]]:
-        """Column (None: the metadata), and what of it is not as it should be."""
-        if wanted is None:
-            ours = [pa.field(self._job.prefix + each, kind) for each, kind in OUR_COLUMNS]
-            num_theirs = len(found) - len(ours)
-            wanted = pa.schema([*list(found)[: max(num_theirs, 0)], *ours])
-        for index in range(max(len(found), len(wanted))):
-            here = found.field(index) if index < len(found) else None
-            there = wanted.field(index) if index < len(wanted) else None
-            if here is None and there is not None:
-                yield there.name, f"is missing, it should be {there.type}"
-            elif there is None and here is not None:
-                yield here.name, "should not be there"
-            elif here is not None and not here.equals(there):
-                yield here.name, f"is {_described(here)}, it should be {_described(there)}"
-        yield from self._metadata_differences(found.metadata or {}, wanted.metadata or {})
-
-    @staticmethod
-    def _metadata_differences(found: Any, wanted: Any) -> Iterator[tuple[None, str]]:
-        for key, value in wanted.items():
-            if not key.startswith(NAMESPACE) and found.get(key) != value:
-                name = key.decode(errors="replace")
-                yield None, f"has not the input's metadata {name!r}"
 
     def _check_rows(self, part: Part, file: Any, source: InputRows | None) -> None:
         footer = part.footer
@@ -165,7 +141,3 @@ def _text(scalar: Any) -> str | None:
         return None if not scalar.is_valid else str(scalar.as_py())
     except UnicodeDecodeError:
         return None
-
-
-def _described(field: Any) -> str:
-    return f"{field.name}: {field.type}" + ("" if field.nullable else " not null")
