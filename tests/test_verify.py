@@ -1,6 +1,7 @@
 """verify: every damage is found and named, and nothing that is sound is called damaged."""
 
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -416,6 +417,27 @@ def test_every_damage_is_found_and_named(
     assert found.exit_code == 1
     for line in expected:
         assert line in told(found)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_called_sound_after_a_flipped_bit_reads_as_before(job: Job, seed: int) -> None:
+    part, dice = job.part(0, 0), random.Random(seed)
+    data, rows = part.read_bytes(), pq.read_table(part)
+    num_found = 0
+    for _ in range(40):
+        flipped = bytearray(data)
+        flipped[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+        part.write_bytes(flipped)
+        found = verify(job.opened())
+        if found.exit_code == 0:
+            same = pq.read_table(part)
+            assert same.schema.names == rows.schema.names
+            assert same.drop_columns("share").equals(rows.drop_columns("share"))
+        else:
+            assert found.problems
+            assert all(problem.file == part.name for problem in found.problems)
+            num_found += 1
+    assert num_found > 0
 
 
 def test_only_what_is_wrong_is_called_wrong(job: Job) -> None:

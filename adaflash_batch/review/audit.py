@@ -17,7 +17,14 @@ from adaflash_batch.errors import AdaflashError, ConfigError
 from adaflash_batch.request import Request, RowError, RowKey, Sampling
 from adaflash_batch.review.audit_report import Audit, Redone
 from adaflash_batch.review.job_output import JobOutput
-from adaflash_batch.review.parts import Part, first_line, objections, open_part, read_parts
+from adaflash_batch.review.parts import (
+    READ_ERRORS,
+    Part,
+    first_line,
+    objections,
+    open_part,
+    read_parts,
+)
 from adaflash_batch.review.plain_decoding import PlainDecoder
 from adaflash_batch.review.retrace import Attempt, Retracer, StoredRow
 from adaflash_batch.sampling_defaults import default_sampling
@@ -121,7 +128,7 @@ def _stored_rows(
                         yield _stored(job, sampling, part, row, begin + index, input_row)
                     texts += 1
                 begin += batch.num_rows
-    except (OSError, ValueError, pa.ArrowException) as error:
+    except READ_ERRORS as error:
         raise AdaflashError(
             f"{part.file.name} cannot be read: {first_line(error)}", "verify says what is wrong"
         ) from error

@@ -35,11 +35,9 @@ def status(directory: _Directory, as_json: _Json = False) -> int:
     if as_json:
         print(json.dumps(found.as_dict()))
     else:
-        from rich.console import Console
-
         from adaflash_batch.review.status_view import show_status
 
-        show_status(found, Console())
+        show_status(found)
     return found.exit_code
 
 

@@ -10,7 +10,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
@@ -18,7 +17,7 @@ from adaflash_batch.drafter.store import KEEP, stored_models
 from adaflash_batch.review.coverage import Coverage
 from adaflash_batch.review.findings import Findings
 from adaflash_batch.review.job_output import JobOutput
-from adaflash_batch.review.parts import first_line
+from adaflash_batch.review.parts import READ_ERRORS, first_line
 from adaflash_batch.review.runs import read_runs
 from adaflash_batch.shards.journal import JOURNAL_NAME
 from adaflash_batch.shards.locations import is_local, list_directory, stat, walk_parquet
@@ -146,7 +145,7 @@ def check_rejects(job: JobOutput, found: Rejects, coverage: Coverage, findings: 
             for part, *row in _rejected(pq.ParquetFile(source)):
                 if part is not None:  # of a chunk that is not committed
                     told.add(part, *row)
-    except (OSError, KeyError, pa.ArrowException) as error:
+    except (*READ_ERRORS, KeyError) as error:
         findings.add(REJECTS, f"cannot be read: {first_line(error)}")
         return
     for part in sorted(told.counts.keys() | found.counts.keys()):

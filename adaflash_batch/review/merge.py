@@ -21,8 +21,8 @@ from adaflash_batch.durable import flush
 from adaflash_batch.errors import AdaflashError, ConfigError
 from adaflash_batch.review.coverage import Coverage
 from adaflash_batch.review.job_output import JobOutput
-from adaflash_batch.review.parts import Part, first_line, objections, open_part, read_parts
-from adaflash_batch.review.unify import Unified, conform, unify
+from adaflash_batch.review.parts import READ_ERRORS, first_line, objections, open_part, read_parts
+from adaflash_batch.review.unify import conform, unify
 from adaflash_batch.shards.footer import NAMESPACE
 from adaflash_batch.shards.locations import is_local, locate, real_path, stat
 from adaflash_batch.shards.parquet import inspect_shard, read_batches
@@ -205,7 +205,7 @@ def _reading(name: str) -> Iterator[None]:
     # Only reading happens within: what is made of a batch is done where the generator is asked.
     try:
         yield
-    except (OSError, pa.ArrowException) as error:
+    except READ_ERRORS as error:
         raise AdaflashError(
             f"{name} cannot be read: {first_line(error)}", "run adaflash-batch verify"
         ) from error
@@ -248,6 +248,3 @@ def _staged(filesystem: Any, path: str) -> Iterator[Any]:
         sink.seek(0)
         with filesystem.open_output_stream(path) as upload:
             shutil.copyfileobj(sink, upload, _COPIED_AT_ONCE)
-
-
-__all__ = ["IncompleteError", "Merged", "Part", "Unified", "merge"]

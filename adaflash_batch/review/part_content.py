@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from adaflash_batch.request import Sampling
@@ -14,7 +13,7 @@ from adaflash_batch.review.input_rows import InputComparison, InputRows
 from adaflash_batch.review.job_output import JobOutput
 from adaflash_batch.review.leftovers import Rejects
 from adaflash_batch.review.our_columns import Ints, OurColumns, row_settings
-from adaflash_batch.review.parts import Part, first_line, open_part
+from adaflash_batch.review.parts import READ_ERRORS, Part, first_line, open_part
 from adaflash_batch.review.row_order import SampleOrder, Sums
 from adaflash_batch.review.schemas import schema_differences
 from adaflash_batch.shards.footer import PartFooter
@@ -54,7 +53,7 @@ class PartCheck:
                 if self._check_schema(name, found, schema):
                     self._check_rows(part, file, source)
                 return found
-        except (OSError, pa.ArrowException) as error:
+        except READ_ERRORS as error:
             self._findings.add(name, f"cannot be read to its end: {first_line(error)}")
             return None
 

@@ -19,6 +19,8 @@ from adaflash_batch.shards.writer import part_name
 # Where every footer is a request over a network, one after the other takes hours.
 _AT_ONCE = 16
 _READ_BUFFER = 256 * 1024
+# What a damaged file may raise while it is read; names in its footer need not be text.
+READ_ERRORS = (OSError, UnicodeDecodeError, pa.ArrowException)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,11 @@ def _read_part(filesystem: Any, file: PartFile) -> Part | None:
     try:
         with open_part(filesystem, file.path) as opened:
             metadata = opened.metadata
+            footer = PartFooter.from_metadata(metadata.metadata)
     except FileNotFoundError:
         return None
-    except (OSError, pa.ArrowException) as error:
+    except READ_ERRORS as error:
         return Part(file, None, damage=f"cannot be read as Parquet: {first_line(error)}")
-    footer = PartFooter.from_metadata(metadata.metadata)
     damage = None
     if footer is None or not _is_typed(footer):
         damage = "has no footer of a part: this version of adaflash-batch did not write it"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from adaflash_batch.review.our_columns import Ints, Mask, OurColumns
+from adaflash_batch.review.our_columns import Ints, OurColumns
 from adaflash_batch.shards.footer import Totals
 
 # They depend on the order in which rows were finished, which no file tells.
@@ -94,6 +94,3 @@ class Sums:
 
     def _add(self, name: str, value: int) -> None:
         self.totals[name] = self.totals.get(name, 0) + value
-
-
-__all__ = ["Mask", "SampleOrder", "Sums"]

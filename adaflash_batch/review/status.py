@@ -14,7 +14,14 @@ from pyarrow import fs
 from adaflash_batch.errors import InputError
 from adaflash_batch.request import Sampling
 from adaflash_batch.review.job_output import JobOutput
-from adaflash_batch.review.parts import Part, first_line, objections, open_part, read_parts
+from adaflash_batch.review.parts import (
+    READ_ERRORS,
+    Part,
+    first_line,
+    objections,
+    open_part,
+    read_parts,
+)
 from adaflash_batch.review.runs import Run, read_runs
 from adaflash_batch.shards.footer import Totals
 from adaflash_batch.shards.journal import JOURNAL_NAME, read_journal
@@ -170,7 +177,7 @@ def _error_kinds(job: JobOutput, parts: Sequence[Part], notes: list[str]) -> dic
                         counts[each["values"]] += each["counts"]
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, pa.ArrowException) as error:
+        except READ_ERRORS as error:
             notes.append(f"the errors in {part.file.name} cannot be read: {first_line(error)}")
     return dict(counts.most_common())
 

@@ -20,17 +20,21 @@ _COLOURS: dict[RunState, str] = {
     "died": "red",
 }
 _SHOWN = 8
+_WIDTH_OF_FILES = 120
 
 
-def show_status(status: Status, console: Console) -> None:
-    """Print it."""
-    console.print(_view(status), soft_wrap=not console.is_terminal)
+def show_status(status: Status) -> None:
+    """Print it on stdout."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = _WIDTH_OF_FILES
+    console.print(_view(status))
 
 
 def _view(status: Status) -> RenderableType:
     parts: list[RenderableType] = [_facts(status)]
     if status.runs:
-        parts += [Text(), _runs(status.runs)]
+        parts += [Text(), *_runs(status.runs)]
     parts += [Text(f"note: {note}") for note in status.notes[:_SHOWN]]
     if len(status.notes) > _SHOWN:
         parts.append(Text(f"note: … and {len(status.notes) - _SHOWN} more like these"))
@@ -106,26 +110,24 @@ def _errors(status: Status) -> str:
     return f"{status.errors}: {', '.join(kinds)}" if kinds else str(status.errors)
 
 
-def _runs(runs: list[Run]) -> Table:
+def _runs(runs: list[Run]) -> Iterator[RenderableType]:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for title in ("run", "state", "host", "process", "since", "last word", "rows", "speed", "left"):
-        table.add_column(title, overflow="fold")
+    for title in ("run", "state", "process", "since", "last word", "rows", "tokens/s", "left"):
+        table.add_column(title, no_wrap=title in ("run", "state", "since"), overflow="fold")
     for run in runs:
         table.add_row(*_cells(run))
-    return table
+    yield table
+    yield from (Text(f"{run.name}: {run.message}") for run in runs if run.message)
 
 
 def _cells(run: Run) -> Iterator[Text]:
-    says = run.said if run.said not in (run.state, "complete") else ""
-    details = ", ".join(filter(None, (says, run.message)))
     yield Text(run.name)
-    yield Text(run.state + (f" ({details})" if details else ""), style=_COLOURS[run.state])
-    yield Text(run.host or "?")
-    yield Text("?" if run.pid is None else str(run.pid))
-    yield Text(run.began or "?")
+    yield Text(run.said if run.state == "running" else run.state, style=_COLOURS[run.state])
+    yield Text(f"{run.pid} on {run.host}")
+    yield Text(f"{(run.began or '?')[:16].replace('T', ' ')}")
     yield Text("?" if run.age_s is None else f"{duration(run.age_s)} ago")
     yield Text(f"{run.rows_done} of {run.rows}")
-    yield Text("" if not run.tokens_per_s else f"{run.tokens_per_s:.1f} tokens/s")
+    yield Text("" if not run.tokens_per_s else f"{run.tokens_per_s:.1f}")
     yield Text("" if run.time_left_s is None else duration(run.time_left_s))
 
 

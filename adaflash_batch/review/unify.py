@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,6 +164,3 @@ def _inputs_metadata(schema: Any) -> Iterator[tuple[bytes, bytes]]:
     for key, value in (schema.metadata or {}).items():
         if not key.startswith(NAMESPACE):
             yield key, value
-
-
-__all__: Sequence[str] = ["Unified", "conform", "unify"]
