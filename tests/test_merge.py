@@ -20,6 +20,7 @@ from adaflash_batch.errors import AdaflashError, ConfigError
 from adaflash_batch.review import merge as merging
 from adaflash_batch.review.merge import merge
 from adaflash_batch.review.unify import conform, unify
+from adaflash_batch.shards.locations import locate
 from adaflash_batch.shards.schema import OUR_COLUMNS, output_schema
 
 
@@ -259,12 +260,14 @@ def test_a_merge_that_fails_leaves_what_was_there(job: Job) -> None:
     with pytest.raises(AdaflashError, match=part.name):
         merge(job.opened(), str(target), force=True)
     assert target.read_text() == "precious"
+    whole = job.part(0, 0).read_bytes()
     job.part(0, 0).write_bytes(b"no")
     with pytest.raises(ConfigError, match="cannot be read as Parquet") as caught:
         merge(job.opened(), str(target), force=True)
     assert "verify" in str(caught.value.hint)
+    job.part(0, 0).write_bytes(whole)
     with pytest.raises(AdaflashError, match="cannot write"):
-        merge(Job(job.folder).opened(), str(job.folder / "no such" / "m.parquet"), partial=True)
+        merge(job.opened(), str(job.folder / "no such" / "m.parquet"))
     assert [path.name for path in job.folder.glob(".*")] == []
 
 
@@ -312,11 +315,9 @@ def test_other_filesystems_get_the_file_in_one_put(
 ) -> None:
     (tmp_path / "store").mkdir()
     elsewhere = fs.SubTreeFileSystem(str(tmp_path / "store"), fs.LocalFileSystem())
-    located = merging.locate
     monkeypatch.setattr(
-        merging,
-        "locate",
-        lambda text: (elsewhere, "m.parquet") if text.startswith("s3://") else located(text),
+        "adaflash_batch.review.merge.locate",
+        lambda text: (elsewhere, "m.parquet") if text.startswith("s3://") else locate(text),
     )
     merge(job.opened(), "s3://bucket/m.parquet")
     assert rows_of(tmp_path / "store" / "m.parquet") == rows_of(*parts(job.out))

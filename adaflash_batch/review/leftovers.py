@@ -111,8 +111,13 @@ def _versions_folder(job: JobOutput) -> Path | None:
 
 @dataclass(slots=True)
 class Rejects:
-    """Rows with errors by part: how many, and a digest of them that does not depend on order."""
+    """Rows with errors by part: how many, and a digest of them that does not depend on order.
 
+    Attributes:
+        parts: that were read to their end.
+    """
+
+    parts: set[str] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
     digests: Counter[str] = field(default_factory=Counter)
 
@@ -133,7 +138,6 @@ def check_rejects(job: JobOutput, found: Rejects, coverage: Coverage, findings: 
         coverage: those parts.
     """
     is_whole = not coverage.num_missing(job) and not _is_running(job)
-    there = set(coverage.names.values())
     path = f"{job.folder}/{REJECTS}"
     if stat(job.filesystem, path).type != fs.FileType.File:
         if is_whole and found.counts:
@@ -149,7 +153,8 @@ def check_rejects(job: JobOutput, found: Rejects, coverage: Coverage, findings: 
         findings.add(REJECTS, f"cannot be read: {first_line(error)}")
         return
     for part in sorted(told.counts.keys() | found.counts.keys()):
-        if not is_whole and (part not in told.counts or part not in there):
+        is_known = part in found.parts and (is_whole or part in told.counts)
+        if not is_known:
             continue
         if told.counts[part] != found.counts[part]:
             findings.add(

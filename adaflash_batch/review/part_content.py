@@ -52,6 +52,7 @@ class PartCheck:
                 found = file.schema_arrow
                 if self._check_schema(name, found, schema):
                     self._check_rows(part, file, source)
+                    self._rejects.parts.add(name)
                 return found
         except READ_ERRORS as error:
             self._findings.add(name, f"cannot be read to its end: {first_line(error)}")
