@@ -16,7 +16,7 @@ from pyarrow import fs
 
 from adaflash_batch.durable import flush
 from adaflash_batch.shards.job_folder import FOLDER
-from adaflash_batch.shards.locations import is_local, list_directory, stat
+from adaflash_batch.shards.locations import has_rename, is_local, list_directory, stat
 from adaflash_batch.shards.writer import PART_NAME, write_error
 
 FRESH = "fresh"
@@ -46,19 +46,15 @@ def mark_whole(filesystem: Any, output: str) -> None:
         raise write_error(path, error) from error
 
 
-def is_whole(filesystem: Any, output: str) -> bool:
-    """Whether a move has begun, or is to begin."""
-    return bool(_read_mark(filesystem, output) is not None)
-
-
-def finish_move(filesystem: Any, output: str) -> None:
+def finish_move(filesystem: Any, output: str) -> bool:
     """Put the new output in the place of the old one; does nothing without the mark.
 
-    May be repeated after a kill at any point. Raises AdaflashError if it cannot be done.
+    May be repeated after a kill at any point. Returns whether there was anything to do. Raises
+    AdaflashError if it cannot be done.
     """
     mark = _read_mark(filesystem, output)
     if mark is None:
-        return
+        return False
     source = fresh_path(output)
     try:
         for name in mark["parts"]:
@@ -75,6 +71,7 @@ def finish_move(filesystem: Any, output: str) -> None:
         # The mark goes first: without it the rest is only litter, which `discard` removes.
         filesystem.delete_file(f"{source}/{_WHOLE}")
         discard(filesystem, output)
+        return True
     except (OSError, pa.ArrowException) as error:
         raise write_error(output, error) from error
 
@@ -113,7 +110,10 @@ def _replace(filesystem: Any, source: str, target: str) -> None:
     kind = stat(filesystem, source).type
     if kind == fs.FileType.Directory:  # which cannot be renamed over another one
         _delete(filesystem, target)
-    if kind != fs.FileType.NotFound:
+    if kind == fs.FileType.File and not has_rename(filesystem):
+        filesystem.copy_file(source, target)
+        filesystem.delete_file(source)
+    elif kind != fs.FileType.NotFound:
         filesystem.move(source, target)
 
 
