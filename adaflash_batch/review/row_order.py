@@ -26,6 +26,7 @@ class SampleOrder:
     """
 
     num_rows: int = 0
+    _last: int = -1
     _first: int = 0
     _length: int = 0
     _wanted: int = 0
@@ -40,12 +41,13 @@ class SampleOrder:
             begin: row of the part that the batch begins with.
         """
         samples = ours.samples
-        before = np.concatenate(([self._length - 1 if self.num_rows else -1], samples[:-1]))
+        before = np.concatenate(([self._last], samples[:-1]))
+        self._last = int(samples[-1]) if len(samples) else self._last
         for index in np.flatnonzero((samples != 0) & (samples != before + 1)).tolist():
             yield begin + index, f"is {samples[index]}, it follows {before[index]}"
         starts = np.flatnonzero(samples == 0)
         self._length += int(starts[0]) if len(starts) else len(samples)
-        ends = np.append(starts[1:], len(samples))
+        ends = np.append(starts, len(samples))[1:]
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
             yield from self.end()
             self.num_rows += 1
