@@ -20,7 +20,7 @@ LAYERS: list[set[str]] = [
     {"drafter", "kernels"},
     {
         *("errors", "durable", "stats", "request", "spec", "spec_sections", "spec_sources"),
-        "exchange",
+        *("exchange", "cli_flags"),
         "sampling_defaults",
         *("text", "detokenise", "special_tokens", "models", "model_files", "gguf"),
     },
@@ -109,7 +109,7 @@ def test_the_walk_sees_late_imports(tmp_path: Path) -> None:
 
 
 WITHOUT_TORCH = [
-    *("cli", "training.commands", "training.plan", "training.prompts"),
+    *("cli", "cli_flags", "training.commands", "training.plan", "training.prompts"),
     *("training.version_commands", "drafter.store"),
     *("durable", "errors", "exchange", "request", "spec", "spec_sections", "spec_sources"),
     "stats",
