@@ -14,6 +14,7 @@ import typer
 
 from adaflash_batch.cli_flags import job_parameters, read_spec
 from adaflash_batch.errors import AdaflashError
+from adaflash_batch.review.check_command import add_check
 from adaflash_batch.spec import JobSpec
 from adaflash_batch.training import commands as drafter_commands
 
@@ -103,4 +104,5 @@ def _run_job(spec: JobSpec) -> int:
 run.__signature__ = inspect.Signature(list(job_parameters()))  # type: ignore[attr-defined]
 # Typer would keep the docstring's line ends.
 app.command(help=" ".join((run.__doc__ or "").split()))(run)
+add_check(app)
 app.add_typer(drafter_commands.app, name="drafter")

@@ -72,7 +72,8 @@ def test_every_row_of_a_bad_id_is_told_once(
     found = {(bad.shard.index, bad.row): bad for bad in identity.bad_ids(shards, "id")}
     assert sorted(found) == [(0, 2), (0, 3), (0, 4), (1, 0), (1, 2), (1, 3), (1, 4)]
     assert len(list(identity.bad_ids(shards, "id"))) == len(found)
-    assert found[0, 3].row_id is found[1, 3].first is None
+    assert found[0, 3].row_id is None
+    assert found[1, 3].first is None
     assert found[1, 0].first == (shards[0], 1)
     assert found[1, 4].first == (shards[0], 0)
 

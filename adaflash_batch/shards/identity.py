@@ -71,7 +71,8 @@ def bad_ids(shards: Sequence[Shard], id_column: str) -> Iterator[BadId]:
         ConfigError: a missing column, or a type that is neither text, integer nor bytes.
     """
     for shard in shards:
-        _check_type(shard, id_column)
+        with open_shard(shard) as file:
+            check_id_type(file.schema_arrow, id_column, shard.path)
     with Hashes() as hashes:
         for shard in shards:
             for first_row, ids in _read_id_batches(shard, id_column):
@@ -85,14 +86,13 @@ def bad_ids(shards: Sequence[Shard], id_column: str) -> Iterator[BadId]:
             yield from _repeats(shards, id_column, suspects)
 
 
-def _check_type(shard: Shard, id_column: str) -> None:
-    with open_shard(shard) as file:
-        schema = file.schema_arrow
-    arrow_type = require_column(schema, id_column, shard.path, "the id column")
+def check_id_type(schema: Any, id_column: str, path: str) -> None:
+    """Refuse a file without the column, or with one that can hold no ids, by ConfigError."""
+    arrow_type = require_column(schema, id_column, path, "the id column")
     plain = plain_type(arrow_type)
     if not (is_string_like(plain) or pa.types.is_integer(plain) or _is_binary(plain)):
         raise ConfigError(
-            f"column {id_column!r} of {shard.path} is {arrow_type}, it cannot identify rows",
+            f"column {id_column!r} of {path} is {arrow_type}, it cannot identify rows",
             "ids must be text, integers or bytes",
         )
 
