@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from adaflash_batch.cli_flags import job_parameters, read_spec
-from adaflash_batch.errors import AdaflashError
+from adaflash_batch.errors import AdaflashError, LockedError
 from adaflash_batch.review.check_command import add_check
 from adaflash_batch.spec import JobSpec
 from adaflash_batch.training import commands as drafter_commands
@@ -83,9 +83,23 @@ def run(config: Path | None, overrides: Sequence[str] | None, **flags: Any) -> i
     """
     try:
         return _run_job(read_spec(config, overrides, flags))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         _complain("interrupted", "run the same command again to go on")
+        _say_last("interrupted", EXIT_INTERRUPTED, f"stopped by {str(stop) or 'SIGINT'}")
         return EXIT_INTERRUPTED
+    except AdaflashError as error:
+        is_locked = isinstance(error, LockedError)
+        _say_last("locked" if is_locked else "failed", error.exit_code, error.message)
+        raise
+    except Exception as error:
+        _say_last("failed", 1, f"{type(error).__name__}: {error}")
+        raise
+
+
+def _say_last(status: str, exit_code: int, message: str) -> None:
+    """The last line of a run that has no summary."""
+    line = {"status": status, "exit_code": exit_code, "message": message}
+    print(json.dumps(line), flush=True)
 
 
 def _run_job(spec: JobSpec) -> int:

@@ -67,18 +67,13 @@ def run_check(spec: JobSpec, *, audience: Audience, flag: Flag) -> CheckReport:
         spec.output.directory,
         text_facts(spec, inputs, folder),
         [info.shard for info in inputs.infos],
-        is_fresh=bool(getattr(_run_section(spec), "fresh", False)),
+        is_fresh=spec.run.fresh,
     )
     look = _Look(spec, inputs, folder, model, codec, sampling, previous, flag)
     audience.begin(look.num_rows)
     for num_rows in look.rows():
         audience.advance(num_rows)
     return look.report()
-
-
-def _run_section(spec: JobSpec) -> Any:
-    """What the job says of errors and of doing all anew; None where it knows of neither."""
-    return getattr(spec, "run", None)
 
 
 def _load_codec(spec: JobSpec, folder: Path, model: ModelFacts) -> TextCodec:
@@ -195,8 +190,8 @@ class _Look:
         )
 
     def _error_limit(self) -> int | None:
-        limit = getattr(_run_section(self._spec), "error_limit", None)
-        return None if limit is None else int(limit.rows(self.num_rows))
+        limit = self._spec.run.error_limit
+        return None if limit is None else limit.rows(self.num_rows)
 
     def _look_at_ids(self, shards: list[Shard]) -> IdReport | None:
         column = self._spec.input.id_column
