@@ -112,10 +112,12 @@ def claim(
         ConfigError: it holds another job's rows.
     """
     filesystem, infos = place.filesystem, inputs.infos
-    fresh.finish_move(filesystem, place.path)
-    root = _root(spec, inputs, place, facts) if spec.run.fresh else place.path
+    # What a kill left of a move is finished first; then this is the run that asked for it.
+    has_moved = fresh.finish_move(filesystem, place.path)
+    begins_anew = spec.run.fresh and not has_moved
+    root = _root(spec, inputs, place, facts) if begins_anew else place.path
     folder, journal_folder = JobFolder(filesystem, root), place.journals(root)
-    has_rows = not spec.run.fresh and any(journal_folder.glob("*.jsonl"))
+    has_rows = not begins_anew and any(journal_folder.glob("*.jsonl"))
     mark = folder.claim(
         facts,
         spec.to_json(),

@@ -46,19 +46,15 @@ def mark_whole(filesystem: Any, output: str) -> None:
         raise write_error(path, error) from error
 
 
-def is_whole(filesystem: Any, output: str) -> bool:
-    """Whether a move has begun, or is to begin."""
-    return bool(_read_mark(filesystem, output) is not None)
-
-
-def finish_move(filesystem: Any, output: str) -> None:
+def finish_move(filesystem: Any, output: str) -> bool:
     """Put the new output in the place of the old one; does nothing without the mark.
 
-    May be repeated after a kill at any point. Raises AdaflashError if it cannot be done.
+    May be repeated after a kill at any point. Returns whether there was anything to do. Raises
+    AdaflashError if it cannot be done.
     """
     mark = _read_mark(filesystem, output)
     if mark is None:
-        return
+        return False
     source = fresh_path(output)
     try:
         for name in mark["parts"]:
@@ -75,6 +71,7 @@ def finish_move(filesystem: Any, output: str) -> None:
         # The mark goes first: without it the rest is only litter, which `discard` removes.
         filesystem.delete_file(f"{source}/{_WHOLE}")
         discard(filesystem, output)
+        return True
     except (OSError, pa.ArrowException) as error:
         raise write_error(output, error) from error
 
