@@ -178,6 +178,11 @@ def test_tokens_beyond_the_model_and_text_that_is_none(small: Path, room: Path) 
     column = pa.StringArray.from_buffers(len(texts), buffers[1], buffers[2])
     heard = agree([write(room, "a.parquet", {"prompt": column})], small, {})
     assert {kind for _, _, kind, _ in heard.errors()} == {"unknown_token", "bad_text"}
+    rejects = pq.read_table(room / "out" / "_adaflash" / "rejects.parquet").to_pylist()
+    assert [(row["row"], row["kind"]) for row in rejects] == [
+        (row, kind) for _, row, kind, _ in heard.errors()
+    ]
+    assert rejects[-1]["prompt"] == "\\xff"
 
 
 def test_samples_of_a_row_count_as_one_row(model: Path, room: Path) -> None:
