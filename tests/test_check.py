@@ -1,8 +1,10 @@
 """`check`: files, ids, damage, what is there already, and what the job will take."""
 
+import io
 import json
 import os
 import shutil
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from checks import Heard, check
 from folders import CONTEXT, run, spec_of, tiny_drafter_folder, tiny_model_folder, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from tiny import ARCHITECTURES, tiny_model
 
 from adaflash_batch import cli
@@ -24,7 +27,8 @@ from adaflash_batch.engine.machine import processor
 from adaflash_batch.engine.target import Target
 from adaflash_batch.errors import AdaflashError, ConfigError, InputError
 from adaflash_batch.kernels.page_size import PAGE
-from adaflash_batch.review import disk_need
+from adaflash_batch.review import disk_need, listener, verdicts
+from adaflash_batch.review.check_view import print_report
 from adaflash_batch.review.kv_need import kv_need
 from adaflash_batch.review.lengths import Lengths
 from adaflash_batch.review.model_facts import (
@@ -451,6 +455,7 @@ def test_the_command_prints_tables_or_one_object(
         "some rows will carry errors (exit code 3)",
     ):
         assert words in shown
+    assert not any(line.endswith(" ") for line in shown.splitlines())
     assert exit_code(*typed, "--json") == 3
     shown, err = capfd.readouterr()
     assert err == ""
@@ -505,6 +510,42 @@ def test_a_file_of_rows_spoils_nothing(
     assert exit_code(*typed, "--json", "--rows", "-") == 2
 
 
+@pytest.mark.parametrize(("limit", "code"), [("1", 4), ("2", 3), ("49%", 4), ("50%", 3), (None, 3)])
+def test_more_errors_than_allowed_have_a_code_of_their_own(
+    tmp_path: Path, model: Path, limit: str | None, code: int
+) -> None:
+    shard, out = write_rows(tmp_path / "in.parquet", ["a", None, "b", ""]), tmp_path / "out"
+    keys: dict[str, object] = {} if limit is None else {"run.max_errors": limit}
+    assert check(shard, model, out, keys).exit_code == code
+    assert run(shard, model, out, keys).exit_code == code
+
+
+def test_long_inputs_say_how_far_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(listener.time, "monotonic", lambda: now[0])  # type: ignore[attr-defined]
+    stream = io.StringIO()
+    with listener.Listener(stream) as told:
+        told.begin(100_000)
+        for _ in range(100):
+            now[0] += 0.3
+            told.advance(1000)
+    assert stream.getvalue().splitlines() == [
+        "checked 7,000 of 100,000 rows",
+        "checked 41,000 of 100,000 rows",
+        "checked 75,000 of 100,000 rows",
+    ]
+
+
+def test_tables_keep_to_the_width_of_a_terminal(model: Path, tmp_path: Path) -> None:
+    shard = write_rows(tmp_path / "in.parquet", ["a", "<|im_end|>", None])
+    report = check(shard, model, tmp_path / "out")
+    stream = io.StringIO()
+    print_report(report, Console(file=stream, force_terminal=True, width=60, no_color=True))
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    assert max(map(len, lines)) <= 60
+    assert any("null_prompt: 1 row" in line for line in lines)
+
+
 def test_what_cannot_be_checked_is_said_in_json_too(
     tmp_path: Path, model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -520,10 +561,6 @@ def test_rows_are_read_chunk_by_chunk(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a chunk is looked at, no other one is in memory."""
-    import weakref
-
-    from adaflash_batch.review import verdicts
-
     seen: list[Any] = []
 
     def watched(*args: Any, **options: Any) -> Any:

@@ -116,6 +116,7 @@ WITHOUT_TORCH = [
     *("durable", "errors", "exchange", "request", "spec", "spec_sections", "spec_sources"),
     "stats",
     *("engine.pages", "engine.scheduler", "report.live", "summary", "job_facts"),
+    *(f"review.{name}" for name in ("check", "check_command", "check_view", "rows_file")),
     *("job", "job_decoding", "job_place", "job_requests", "stopping"),
     *("engine.memory", "engine.machine"),
     *("engine.cost", "engine.cost_curve", "engine.widths", "engine.acceptance"),

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 EXIT_INTERRUPTED = 75
 _STDOUT = Path("-")
-_UNCUT = 10_000
 
 
 def check(
@@ -98,9 +97,7 @@ def _show(report: CheckReport, *, as_json: bool, is_aside: bool) -> int:
     from adaflash_batch.review.check_view import print_report
 
     stream = sys.stderr if is_aside else sys.stdout
-    # What is piped into a file or a pager is not to be cut where a terminal would end.
-    width = None if stream.isatty() else _UNCUT
-    print_report(report, Console(file=stream, highlight=False, width=width))
+    print_report(report, Console(file=stream, highlight=False))
     return report.exit_code
 
 

@@ -32,17 +32,21 @@ def print_report(report: CheckReport, console: Console) -> None:
     """Print all of it."""
     for title, rows in _sections(report):
         if rows:
-            console.print(Text(title, style="bold"))
-            console.print(_grid(rows))
+            _say(title, "bold", console)
+            _print_rows(rows, console)
     for kind, finding in _findings(report):
-        console.print(Text(f"{kind}: {_rows(finding.rows)}", style="bold"))
-        console.print(_places(finding.first, finding.rows))
+        _say(f"{kind}: {_rows(finding.rows)}", "bold", console)
+        _print_rows(_places(finding.first, finding.rows), console)
     for line in report.warnings:
-        console.print(Text(f"warning: {line}", style="yellow"))
+        _say(f"warning: {line}", "yellow", console)
     for line in report.refusals:
-        console.print(Text(f"refused: {line}", style="red"))
+        _say(f"refused: {line}", "red", console)
     style, words = _OUTCOMES[report.status]
-    console.print(Text(f"{words} (exit code {report.exit_code})", style=f"bold {style}"))
+    _say(f"{words} (exit code {report.exit_code})", f"bold {style}", console)
+
+
+def _say(line: str, style: str, console: Console) -> None:
+    console.print(Text(line, style=style), soft_wrap=True)
 
 
 def _sections(report: CheckReport) -> Iterator[tuple[str, list[Row]]]:
@@ -146,20 +150,25 @@ def _findings(report: CheckReport) -> Iterator[tuple[str, Finding]]:
         yield from report.ids.found.kinds.items()
 
 
-def _places(first: list[Place], count: int) -> Table:
-    rows: list[Row] = [(f"  {_where(place)}", place.message) for place in first]
+def _places(first: list[Place], count: int) -> list[Row]:
+    rows: list[Row] = [(_where(place), place.message) for place in first]
     if count > len(first):
         rows.append(("", f"and {count - len(first):,} more; --rows FILE lists all"))
-    return _grid(rows)
+    return rows
 
 
-def _grid(rows: list[Row]) -> Table:
+def _print_rows(rows: list[Row], console: Console) -> None:
+    if not console.is_terminal:  # a line each, so that other programs find what they look for
+        width = max(len(label) for label, _ in rows)
+        for label, value in rows:
+            console.print(f"  {label:<{width}}  {value}", markup=False, soft_wrap=True)
+        return
     grid = Table.grid(padding=(0, 2))
     grid.add_column(overflow="fold")
     grid.add_column(overflow="fold")
     for label, value in rows:
         grid.add_row(Text(f"  {label}"), value if isinstance(value, Text) else Text(value))
-    return grid
+    console.print(grid)
 
 
 def _where(place: Place) -> str:
