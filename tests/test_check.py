@@ -6,6 +6,7 @@ import os
 import shutil
 import weakref
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from checks import Heard, check
 from folders import CONTEXT, run, spec_of, tiny_drafter_folder, tiny_model_folder, write_rows
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from tiny import ARCHITECTURES, tiny_model
@@ -194,6 +195,29 @@ def test_damage_deep_inside_a_file_is_found_and_the_rest_is_looked_at(
     assert report.errors.rows == 28 + 1
     with pytest.raises(InputError, match=r"a\.parquet"):
         run([shard, whole], model, tmp_path / "out", {"output.chunk_rows": 30})
+
+
+@settings(max_examples=20)
+@given(places=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=3), seed=st.integers(1, 255))
+def test_a_run_reads_all_of_a_file_exactly_if_a_check_does(
+    model: Path, places: list[float], seed: int
+) -> None:
+    with TemporaryDirectory() as folder:
+        shard = Path(folder) / "a.parquet"
+        rows = {"prompt": [f"row {row}" for row in range(40)], "id": range(40)}
+        pq.write_table(pa.table(rows), shard, row_group_size=9, write_page_checksum=True)
+        data = bytearray(shard.read_bytes())
+        end = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+        for place in places:
+            data[4 + int(place * (end - 5))] ^= seed
+        shard.write_bytes(data)
+        ends = []
+        for work in (check, run):
+            try:
+                ends.append(work(shard, model, Path(folder) / "out").exit_code)
+            except InputError as error:
+                ends.append(error.exit_code)
+        assert ends[0] == ends[1]
 
 
 def test_an_unreadable_id_column_does_not_hide_the_rest(tmp_path: Path, model: Path) -> None:
@@ -487,6 +511,18 @@ def test_all_rows_can_be_had_as_a_file_or_as_lines(
     assert [json.loads(line) for line in lines.splitlines()] == rows
     assert "exit code 3" in report
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.parquet", "listed.parquet"]
+
+
+def test_a_file_of_rows_is_no_input_of_the_next_run(
+    tmp_path: Path, model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_rows(tmp_path / "in" / "in.parquet", ["a"]).parent
+    rows = ("--rows", str(folder / "rows.parquet"))
+    assert exit_code(*flags(folder, model, tmp_path / "out"), *rows) == 2
+    assert "in the input directory" in capfd.readouterr().err
+    assert exit_code(*flags(folder / "*.parquet", model, tmp_path / "out"), *rows) == 2
+    assert "one that the input" in capfd.readouterr().err
+    assert exit_code(*flags(folder / "in.parquet", model, tmp_path / "out"), *rows) == 0
 
 
 @pytest.mark.parametrize(

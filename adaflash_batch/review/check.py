@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,13 +14,13 @@ from adaflash_batch.errors import InputError
 from adaflash_batch.job_facts import JobInputs, read_inputs, text_facts
 from adaflash_batch.request import RowError, Sampling
 from adaflash_batch.review.check_report import CheckReport, IdReport
-from adaflash_batch.review.disk_need import disk_need
+from adaflash_batch.review.disk_need import DiskNeed, disk_need
 from adaflash_batch.review.findings import Finding, Findings, Flag
-from adaflash_batch.review.kv_need import kv_need
+from adaflash_batch.review.kv_need import KvNeed, kv_need
 from adaflash_batch.review.lengths import Work
 from adaflash_batch.review.model_facts import ModelFacts, read_drafter_facts, read_model_facts
 from adaflash_batch.review.previous import Previous, look_at_output
-from adaflash_batch.review.time_need import find_costs, time_need
+from adaflash_batch.review.time_need import TimeNeed, find_costs, time_need
 from adaflash_batch.review.verdicts import ChunkSource, Judge, Verdict
 from adaflash_batch.sampling_defaults import check_token_ids, default_sampling
 from adaflash_batch.shards.hashes import Hashes
@@ -57,11 +58,30 @@ def run_check(spec: JobSpec, *, audience: Audience, flag: Flag) -> CheckReport:
         AdaflashError: nothing at all can be said, as `run_job` would put it.
     """
     inputs = read_inputs(spec, check_id_column=False)
+    look = _Look(spec, inputs, _find_model(spec, inputs, audience), flag)
+    audience.begin(look.num_rows)
+    for num_rows in look.rows():
+        audience.advance(num_rows)
+    return look.report()
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What a job knows before it decodes."""
+
+    facts: ModelFacts
+    sampling: Sampling
+    codec: TextCodec
+    kv: KvNeed
+    previous: Previous
+
+
+def _find_model(spec: JobSpec, inputs: JobInputs, audience: Audience) -> _Model:
     folder = models.locate(spec.model.name, revision=spec.model.revision, notify=audience.note)
-    model = read_model_facts(spec, folder)
+    facts = read_model_facts(spec, folder)
     sampling = spec.sampling.over(default_sampling(model_files.generation_defaults(folder)))
-    check_token_ids(sampling, model.vocab_size)
-    codec = _load_codec(spec, folder, model)
+    check_token_ids(sampling, facts.vocab_size)
+    codec = _load_codec(spec, folder, facts)
     codec.check_content(inputs.content.kind)
     previous = look_at_output(
         spec.output.directory,
@@ -69,11 +89,8 @@ def run_check(spec: JobSpec, *, audience: Audience, flag: Flag) -> CheckReport:
         [info.shard for info in inputs.infos],
         is_fresh=spec.run.fresh,
     )
-    look = _Look(spec, inputs, folder, model, codec, sampling, previous, flag)
-    audience.begin(look.num_rows)
-    for num_rows in look.rows():
-        audience.advance(num_rows)
-    return look.report()
+    kv = kv_need(spec, facts, read_drafter_facts(spec, folder))
+    return _Model(facts, sampling, codec, kv, previous)
 
 
 def _load_codec(spec: JobSpec, folder: Path, model: ModelFacts) -> TextCodec:
@@ -91,32 +108,16 @@ def _load_codec(spec: JobSpec, folder: Path, model: ModelFacts) -> TextCodec:
 class _Look:
     """One look at all rows."""
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        inputs: JobInputs,
-        folder: Path,
-        model: ModelFacts,
-        codec: TextCodec,
-        sampling: Sampling,
-        previous: Previous,
-        flag: Flag,
-    ) -> None:
-        self._spec = spec
-        self._infos = inputs.infos
-        self._content = inputs.content
-        self._model = model
-        self._codec = codec
-        self._previous = previous
+    def __init__(self, spec: JobSpec, inputs: JobInputs, model: _Model, flag: Flag) -> None:
+        self._spec, self._infos, self._content = spec, inputs.infos, inputs.content
+        self._model, self._codec, self._previous = model, model.codec, model.previous
         self._flag = flag
-        self._kv = kv_need(spec, model, read_drafter_facts(spec, folder))
-        self._judge = Judge(codec, model.vocab_size, self._kv)
-        self._source = ChunkSource(spec, inputs.content, sampling)
+        self._judge = Judge(model.codec, model.facts.vocab_size, model.kv)
+        self._source = ChunkSource(spec, inputs.content, model.sampling)
         self._errors = Findings("error_row", flag)
         self._special, self._truncated = Finding(), Finding()
-        self._truncated_tokens = 0
+        self._truncated_tokens = self._num_repeated = 0
         self._work, self._left = Work(), Work()
-        self._num_repeated = 0
         self._sample: str | None = None
         self.num_rows = sum(info.num_rows for info in self._infos)
 
@@ -155,9 +156,7 @@ class _Look:
 
     def report(self) -> CheckReport:
         """What came of it."""
-        spec, previous, shards = self._spec, self._previous, [info.shard for info in self._infos]
-        costs = find_costs(models.cache_root() / "step-costs", self._model, spec.engine.threads)
-        rows_left = self.num_rows - previous.totals.num_rows
+        shards = [info.shard for info in self._infos]
         return CheckReport(
             num_files=len(shards),
             num_rows=self.num_rows,
@@ -169,25 +168,33 @@ class _Look:
             num_unread=self._source.num_unread,
             num_repeated_prompts=self._num_repeated,
             special=self._special,
-            special_policy=spec.prompt.special_tokens,
+            special_policy=self._spec.prompt.special_tokens,
             truncated=self._truncated,
             truncated_tokens=self._truncated_tokens,
             work=self._work,
             left=self._left,
             uses_template=self._codec.uses_chat_template,
             sample=self._sample,
-            model=self._model,
-            kv=self._kv,
-            time=time_need(
-                spec,
-                self._left,
-                self._kv,
-                cost=costs,
-                mean_completion_tokens=previous.mean_completion_tokens,
-            ),
-            disk=disk_need(shards, self.num_rows, rows_left, self._left, previous),
-            previous=previous,
+            model=self._model.facts,
+            kv=self._model.kv,
+            time=self._time(),
+            disk=self._disk(shards),
+            previous=self._previous,
         )
+
+    def _time(self) -> TimeNeed:
+        spec, costs = self._spec, models.cache_root() / "step-costs"
+        return time_need(
+            spec,
+            self._left,
+            self._model.kv,
+            cost=find_costs(costs, self._model.facts, spec.engine.threads),
+            mean_completion_tokens=self._previous.mean_completion_tokens,
+        )
+
+    def _disk(self, shards: list[Shard]) -> DiskNeed:
+        rows_left = self.num_rows - self._previous.totals.num_rows
+        return disk_need(shards, self.num_rows, rows_left, self._left, self._previous)
 
     def _error_limit(self) -> int | None:
         limit = self._spec.run.error_limit

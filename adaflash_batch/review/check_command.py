@@ -57,13 +57,13 @@ def _check_rows_file(spec: JobSpec, rows: Path | None, as_json: bool) -> None:
         if as_json:
             raise ConfigError("--json and --rows - both write to stdout", "name a file with --rows")
         return
-    output = Path(spec.output.directory).expanduser().resolve()
-    if rows.expanduser().resolve().is_relative_to(output):
-        raise ConfigError(f"--rows {rows} is in the output directory", "name a file somewhere else")
     if rows.suffix != ".parquet":
         raise ConfigError(f"--rows {rows} is no *.parquet", "name one, or - for JSON on stdout")
-    if any(rows.expanduser().resolve() == Path(p).expanduser().resolve() for p in spec.input.paths):
-        raise ConfigError(f"--rows {rows} is an input file", "name another file")
+    from adaflash_batch.review.rows_file import in_the_way
+
+    reason = in_the_way(rows.expanduser(), spec.input.paths, spec.output.directory)
+    if reason is not None:
+        raise ConfigError(f"--rows {rows} is {reason}", "name a file somewhere else")
 
 
 def _look(spec: JobSpec, rows: Path | None) -> CheckReport:

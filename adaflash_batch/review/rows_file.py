@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -13,10 +14,35 @@ import pyarrow.parquet as pq
 
 from adaflash_batch.errors import AdaflashError
 from adaflash_batch.review.findings import Flagged
+from adaflash_batch.shards.inputs import resolve_inputs
+from adaflash_batch.shards.locations import is_local, locate, path_matches
 
 _AT_ONCE = 10_000
 _COLUMNS = ("file", "row", "kind", "message", "effect")
 _SCHEMA = pa.schema([(name, pa.int64() if name == "row" else pa.string()) for name in _COLUMNS])
+
+
+def in_the_way(path: Path, inputs: Sequence[str], output: str) -> str | None:
+    """Why a file here would be taken for one of the job's, None if it would not.
+
+    Raises:
+        AdaflashError: the inputs cannot be found.
+    """
+    filesystem, directory = locate(output)
+    there = path.resolve()
+    if is_local(filesystem) and there.is_relative_to(Path(directory).resolve()):
+        return "in the output directory"
+    for shard in resolve_inputs(inputs):
+        if not is_local(shard.filesystem):
+            continue
+        if there == Path(shard.path).resolve():
+            return "an input file"
+        origin = Path(shard.origin)
+        if origin.is_dir() and there.is_relative_to(origin.resolve()):
+            return f"in the input directory {origin}"
+        if not origin.exists() and path_matches(os.path.abspath(path), shard.origin):
+            return f"one that the input {origin} names"
+    return None
 
 
 class RowWriter(Protocol):
