@@ -16,7 +16,7 @@ from pyarrow import fs
 
 from adaflash_batch.durable import flush
 from adaflash_batch.shards.job_folder import FOLDER
-from adaflash_batch.shards.locations import is_local, list_directory, stat
+from adaflash_batch.shards.locations import has_rename, is_local, list_directory, stat
 from adaflash_batch.shards.writer import PART_NAME, write_error
 
 FRESH = "fresh"
@@ -110,7 +110,10 @@ def _replace(filesystem: Any, source: str, target: str) -> None:
     kind = stat(filesystem, source).type
     if kind == fs.FileType.Directory:  # which cannot be renamed over another one
         _delete(filesystem, target)
-    if kind != fs.FileType.NotFound:
+    if kind == fs.FileType.File and not has_rename(filesystem):
+        filesystem.copy_file(source, target)
+        filesystem.delete_file(source)
+    elif kind != fs.FileType.NotFound:
         filesystem.move(source, target)
 
 

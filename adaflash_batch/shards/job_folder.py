@@ -34,6 +34,7 @@ class JobFolder:
     def __init__(self, filesystem: Any, output: str) -> None:
         self._filesystem = filesystem
         self._output = output
+        self._name = location(filesystem, output)
         self._path = f"{output}/{FOLDER}"
 
     def claim(
@@ -66,7 +67,7 @@ class JobFolder:
             if changed:
                 lines = "\n  ".join(changed)
                 raise ConfigError(
-                    f"the output directory {self._output} holds another job's rows; "
+                    f"the output directory {self._name} holds another job's rows; "
                     f"it differs in\n  {lines}",
                     "run the job as it was begun, name another directory with --out, or replace "
                     "what is there with --fresh",
