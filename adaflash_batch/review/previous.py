@@ -19,7 +19,7 @@ from adaflash_batch.shards.inputs import Shard
 from adaflash_batch.shards.job_folder import FOLDER, JOB
 from adaflash_batch.shards.locations import is_local, list_directory, locate, stat
 from adaflash_batch.shards.recovery import differences, fingerprint
-from adaflash_batch.shards.writer import PART_NAME, _refuse_overlap
+from adaflash_batch.shards.writer import PART_NAME, refuse_overlap
 
 _MOST_TOLD = 5
 
@@ -102,7 +102,7 @@ def _overlaps(filesystem: Any, path: str, shards: list[Shard]) -> Iterator[str]:
     for shard in shards:
         try:
             if shard.filesystem == filesystem:
-                _refuse_overlap(filesystem, path, shard)
+                refuse_overlap(filesystem, path, shard)
         except ConfigError as error:
             yield error.message
             return
