@@ -13,10 +13,13 @@ import pytest
 from reviewed_jobs import Job, change_job, changed, command, copied, make_job, refoot, rewrite
 
 from adaflash_batch.errors import ConfigError, InputError
-from adaflash_batch.review.findings import ROWS_LISTED, Findings
 from adaflash_batch.review.job_output import JobOutput
+from adaflash_batch.review.problems import ROWS_LISTED, Problems
+from adaflash_batch.review.status import read_status
 from adaflash_batch.review.verify import Verification, verify
 from adaflash_batch.shards.footer import PartFooter
+from adaflash_batch.shards.fresh import mark_whole
+from adaflash_batch.shards.locations import LOCAL
 
 
 @pytest.fixture(scope="module")
@@ -476,6 +479,22 @@ def test_what_a_kill_leaves_is_told_and_is_no_damage(job: Job) -> None:
     assert any("journals of chunks that are not whole" in note for note in found.notes)
 
 
+def test_an_output_that_is_being_replaced_says_so(job: Job) -> None:
+    fresh = job.out / "_adaflash" / "fresh"
+    (fresh / "_adaflash").mkdir(parents=True)
+    shutil.copy(job.out / "_adaflash" / "job.json", fresh / "_adaflash")
+    found = verify(job.opened())
+    assert (found.exit_code, found.notes) == (
+        0,
+        ["run --fresh is making a new output, or was killed while it did"],
+    )
+    mark_whole(LOCAL, str(job.out))
+    found = verify(job.opened())
+    assert (found.exit_code, len(found.notes)) == (0, 1)
+    assert "run the job again to finish that" in found.notes[0]
+    assert "run the job again to finish that" in read_status(job.opened()).notes[0]
+
+
 def test_versions_that_newer_ones_have_pushed_out_are_only_told(job: Job) -> None:
     versions(3, 10, named=2)(job)
     found = verify(job.opened())
@@ -513,13 +532,13 @@ def test_rejects_are_the_rows_with_errors(job: Job) -> None:
 
 
 def test_the_rows_of_one_fault_are_listed_up_to_a_limit() -> None:
-    findings = Findings()
+    problems = Problems()
     for begin in (0, 50):
-        findings.add_rows("part", "column", range(begin, begin + 50), "is wrong")
-    findings.add_rows("part", "other", [3], "is wrong")
-    findings.end_file()
-    assert len(findings.problems) == ROWS_LISTED + 2
-    assert str(findings.problems[-1]) == "part, column column: is wrong, in 80 more rows, too"
+        problems.add_rows("part", "column", range(begin, begin + 50), "is wrong")
+    problems.add_rows("part", "other", [3], "is wrong")
+    problems.end_file()
+    assert len(problems.found) == ROWS_LISTED + 2
+    assert str(problems.found[-1]) == "part, column column: is wrong, in 80 more rows, too"
 
 
 @pytest.mark.parametrize(

@@ -1,63 +1,88 @@
-"""What is found wrong: file, row, column, in words; of one kind in one file the first few rows."""
+"""What is wrong or worth knowing with rows: counted by kind, the first places kept."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
-# A file that is wrong in every row is told of in so many lines, and one with the number of rows.
-ROWS_LISTED = 20
+from adaflash_batch.shards.inputs import Shard
+
+NUM_FIRST = 5
+
+Effect = Literal["error_row", "job_refused"]
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """Something that is not as it should be.
-
-    Attributes:
-        file: name of a part, of another file below the output, or of an input file.
-        row: of the file, from 0; None where it is about the whole file.
-        column: None where it is about no column in particular.
-        message: what is wrong, as a predicate of these: `holds 3 rows, its footer says 4`.
-    """
+class Place:
+    """A row, and what is said of it."""
 
     file: str
+    row: int
     message: str
-    row: int | None = None
-    column: str | None = None
 
-    def __str__(self) -> str:
-        row = "" if self.row is None else f", row {self.row}"
-        column = "" if self.column is None else f", column {self.column}"
-        return f"{self.file}{row}{column}: {self.message}"
+
+@dataclass(frozen=True, slots=True)
+class Flagged:
+    """A row that is not all right.
+
+    Attributes:
+        kind: of its error, or `duplicate_id` or `null_id`.
+        effect: a row with an error in the output, or a job that does not begin.
+    """
+
+    place: Place
+    kind: str
+    effect: Effect
+
+
+Flag = Callable[[Flagged], None]
 
 
 @dataclass(slots=True)
+class Finding:
+    """Rows of one kind."""
+
+    rows: int = 0
+    first: list[Place] = field(default_factory=list)
+
+    def add(self, shard: Shard, row: int, message: str = "") -> Place:
+        """Count a row; its place is kept if it is one of the first."""
+        place = Place(shard.path, row, message)
+        self.rows += 1
+        if len(self.first) < NUM_FIRST:
+            self.first.append(place)
+        return place
+
+    def to_json(self) -> dict[str, object]:
+        """Count and first places."""
+        places = [{"file": p.file, "row": p.row, "message": p.message} for p in self.first]
+        return {"rows": self.rows, "first": places}
+
+
 class Findings:
-    """Problems in the order in which they were found, and notes about what is no problem."""
+    """Findings by kind, in order of their first row.
 
-    problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    _rows: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    Args:
+        effect: that all of them have.
+        flag: told of every row.
+    """
 
-    def add(
-        self, file: str, message: str, *, row: int | None = None, column: str | None = None
-    ) -> None:
-        """Take a problem."""
-        self.problems.append(Problem(file, message, row, column))
+    def __init__(self, effect: Effect, flag: Flag) -> None:
+        self._effect: Effect = effect
+        self._flag = flag
+        self.kinds: dict[str, Finding] = {}
 
-    def add_rows(self, file: str, column: str, rows: Iterable[int], message: str) -> None:
-        """Take the same problem in several rows of a column."""
-        key = (file, column, message)
-        for row in rows:
-            if self._rows[key] < ROWS_LISTED:
-                self.add(file, message, row=row, column=column)
-            self._rows[key] += 1
+    def add(self, shard: Shard, row: int, kind: str, message: str) -> None:
+        """Count a row of some kind."""
+        place = self.kinds.setdefault(kind, Finding()).add(shard, row, message)
+        self._flag(Flagged(place, kind, self._effect))
 
-    def end_file(self) -> None:
-        """Say of how many more rows the same is true; call it when a file is done with."""
-        for (file, column, message), count in self._rows.items():
-            if count > ROWS_LISTED:
-                more = count - ROWS_LISTED
-                self.add(file, f"{message}, in {more} more rows, too", column=column)
-        self._rows.clear()
+    @property
+    def rows(self) -> int:
+        """Rows of all kinds; a row has one."""
+        return sum(finding.rows for finding in self.kinds.values())
+
+    def to_json(self) -> dict[str, object]:
+        """By kind."""
+        return {kind: finding.to_json() for kind, finding in self.kinds.items()}

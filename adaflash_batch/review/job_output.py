@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.job_place import Place
-from adaflash_batch.shards.fresh import fresh_path
+from adaflash_batch.shards.fresh import WHOLE, fresh_path
 from adaflash_batch.shards.inputs import Shard
 from adaflash_batch.shards.job_folder import FOLDER, JOB
 from adaflash_batch.shards.locations import list_directory, locate, stat
@@ -154,6 +154,12 @@ class JobOutput:
         if stat(self.filesystem, f"{path}/{FOLDER}/{JOB}").type != fs.FileType.File:
             return None
         return JobOutput(path, self.filesystem, path)
+
+    @property
+    def is_being_replaced(self) -> bool:
+        """Whether a whole new output is taking this one's place, or a kill stopped it in that."""
+        mark = f"{fresh_path(self.path)}/{WHOLE}"
+        return bool(stat(self.filesystem, mark).type == fs.FileType.File)
 
     def _read_job(self) -> dict[str, Any]:
         path = f"{self.folder}/{JOB}"

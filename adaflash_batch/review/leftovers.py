@@ -15,9 +15,9 @@ from pyarrow import fs
 
 from adaflash_batch.drafter.store import KEEP, stored_models
 from adaflash_batch.review.coverage import Coverage
-from adaflash_batch.review.findings import Findings
 from adaflash_batch.review.job_output import JobOutput
 from adaflash_batch.review.parts import READ_ERRORS, first_line
+from adaflash_batch.review.problems import Problems
 from adaflash_batch.review.runs import read_runs
 from adaflash_batch.shards.journal import JOURNAL_NAME
 from adaflash_batch.shards.locations import is_local, list_directory, stat, walk_parquet
@@ -26,12 +26,12 @@ from adaflash_batch.shards.rejects import REJECTS
 _LISTED = 8
 
 
-def check_files(job: JobOutput, coverage: Coverage, findings: Findings) -> None:
+def check_files(job: JobOutput, coverage: Coverage, problems: Problems) -> None:
     """Find Parquet files that readers would take for parts, and what kills have left behind."""
     parts = {part.path for part in job.part_files()}
     for path in walk_parquet(job.filesystem, job.path):
         if path not in parts:
-            findings.add(
+            problems.add(
                 path.removeprefix(f"{job.path}/"),
                 "is no part of this job: who reads the directory takes its rows for some",
             )
@@ -44,9 +44,14 @@ def check_files(job: JobOutput, coverage: Coverage, findings: Findings) -> None:
         if names:
             shown = ", ".join(names[:_LISTED]) + (" …" if len(names) > _LISTED else "")
             whose = "of the run at work" if is_running else "the next run takes them up or away"
-            findings.notes.append(f"{len(names)} {what} ({whose}): {shown}")
-    if job.fresh() is not None:
-        findings.notes.append("run --fresh is making a new output, or was killed while it did")
+            problems.notes.append(f"{len(names)} {what} ({whose}): {shown}")
+    if job.is_being_replaced:
+        problems.notes.append(
+            "a new output (--fresh) is whole and was taking this one's place: parts of both may be "
+            "here, run the job again to finish that"
+        )
+    elif job.fresh() is not None:
+        problems.notes.append("run --fresh is making a new output, or was killed while it did")
 
 
 def _is_running(job: JobOutput) -> bool:
@@ -64,12 +69,12 @@ def _journals(job: JobOutput, coverage: Coverage, *, is_done: bool) -> list[str]
     return [name for name, key in keys.items() if (key in coverage.names) is is_done]
 
 
-def check_versions(job: JobOutput, versions: Collection[int], findings: Findings) -> None:
+def check_versions(job: JobOutput, versions: Collection[int], problems: Problems) -> None:
     """Whether the drafter's versions that footers name are there, or were pruned by newer ones."""
     folder = _versions_folder(job)
     if folder is None or not versions:
         if any(versions):
-            findings.notes.append(
+            problems.notes.append(
                 "the drafter's versions are not found from here, so they were not looked at"
             )
         return
@@ -81,13 +86,13 @@ def check_versions(job: JobOutput, versions: Collection[int], findings: Findings
     pruned = [version for version in gone if version <= newest - KEEP]
     for version in gone:
         if version > newest - KEEP:
-            findings.add(
+            problems.add(
                 str(folder / f"v{version:06}"),
                 f"is not there: parts were committed with version {version}, and no {KEEP} newer "
                 "ones have pushed it out",
             )
     if pruned:
-        findings.notes.append(
+        problems.notes.append(
             f"{len(pruned)} older versions of the drafter that parts name are gone: a store keeps "
             f"the newest {KEEP}"
         )
@@ -128,7 +133,7 @@ class Rejects:
         self.digests[part] ^= int.from_bytes(blake2b(said, digest_size=8).digest(), "little")
 
 
-def check_rejects(job: JobOutput, found: Rejects, coverage: Coverage, findings: Findings) -> None:
+def check_rejects(job: JobOutput, found: Rejects, coverage: Coverage, problems: Problems) -> None:
     """Compare rejects.parquet with the errors in the parts.
 
     Before the job is whole, and until its last run has ended, the file may be of an earlier time.
@@ -141,7 +146,7 @@ def check_rejects(job: JobOutput, found: Rejects, coverage: Coverage, findings: 
     path = f"{job.folder}/{REJECTS}"
     if stat(job.filesystem, path).type != fs.FileType.File:
         if is_whole and found.counts:
-            findings.notes.append(f"there is no {REJECTS}, though rows carry errors")
+            problems.notes.append(f"there is no {REJECTS}, though rows carry errors")
         return
     told = Rejects()
     try:
@@ -150,19 +155,19 @@ def check_rejects(job: JobOutput, found: Rejects, coverage: Coverage, findings: 
                 if part is not None:  # of a chunk that is not committed
                     told.add(part, *row)
     except (*READ_ERRORS, KeyError) as error:
-        findings.add(REJECTS, f"cannot be read: {first_line(error)}")
+        problems.add(REJECTS, f"cannot be read: {first_line(error)}")
         return
     for part in sorted(told.counts.keys() | found.counts.keys()):
         is_known = part in found.parts and (is_whole or part in told.counts)
         if not is_known:
             continue
         if told.counts[part] != found.counts[part]:
-            findings.add(
+            problems.add(
                 REJECTS,
                 f"has {told.counts[part]} errors of {part}, which holds {found.counts[part]}",
             )
         elif told.digests[part] != found.digests[part]:
-            findings.add(REJECTS, f"has other errors of {part} than it holds itself")
+            problems.add(REJECTS, f"has other errors of {part} than it holds itself")
 
 
 def _rejected(file: Any) -> Iterator[tuple[Any, ...]]:

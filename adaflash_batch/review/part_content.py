@@ -8,12 +8,12 @@ import numpy as np
 import pyarrow.compute as pc
 
 from adaflash_batch.request import Sampling
-from adaflash_batch.review.findings import Findings
 from adaflash_batch.review.input_rows import InputComparison, InputRows
 from adaflash_batch.review.job_output import JobOutput
 from adaflash_batch.review.leftovers import Rejects
 from adaflash_batch.review.our_columns import Ints, OurColumns, row_settings
 from adaflash_batch.review.parts import READ_ERRORS, Part, first_line, open_part
+from adaflash_batch.review.problems import Problems
 from adaflash_batch.review.row_order import SampleOrder, Sums
 from adaflash_batch.review.schemas import schema_differences
 from adaflash_batch.shards.footer import PartFooter
@@ -26,13 +26,13 @@ class PartCheck:
 
     Args:
         job: whose parts they are.
-        findings: takes the problems.
+        problems: takes what is wrong.
         rejects: takes the rows with errors.
     """
 
-    def __init__(self, job: JobOutput, findings: Findings, rejects: Rejects) -> None:
+    def __init__(self, job: JobOutput, problems: Problems, rejects: Rejects) -> None:
         self._job = job
-        self._findings = findings
+        self._problems = problems
         self._rejects = rejects
         self._sampling = job.spec.sampling.over(Sampling())
 
@@ -55,15 +55,15 @@ class PartCheck:
                     self._rejects.parts.add(name)
                 return found
         except READ_ERRORS as error:
-            self._findings.add(name, f"cannot be read to its end: {first_line(error)}")
+            self._problems.add(name, f"cannot be read to its end: {first_line(error)}")
             return None
 
     def _check_schema(self, name: str, found: Any, wanted: Any) -> bool:
         """Whether the columns are such that their values can be looked at."""
-        problems = list(schema_differences(found, wanted, self._job.prefix))
-        for column, message in problems:
-            self._findings.add(name, message, column=column)
-        return not any(column is not None for column, _ in problems)
+        differences = list(schema_differences(found, wanted, self._job.prefix))
+        for column, message in differences:
+            self._problems.add(name, message, column=column)
+        return not any(column is not None for column, _ in differences)
 
     def _check_rows(self, part: Part, file: Any, source: InputRows | None) -> None:
         footer = part.footer
@@ -78,7 +78,7 @@ class PartCheck:
                 self._add(part, "sample", row, message)
             for column, message, mask in ours.complaints(most_tokens):
                 rows = (np.flatnonzero(mask) + begin).tolist()
-                self._findings.add_rows(part.file.name, self._job.prefix + column, rows, message)
+                self._problems.add_rows(part.file.name, self._job.prefix + column, rows, message)
             if comparison is not None:
                 self._compare(part, comparison, batch, ours.samples, begin)
             self._keep_errors(part, batch, ours, footer.first_row + sums.totals.get("num_rows", 0))
@@ -87,10 +87,10 @@ class PartCheck:
         for row, message in order.end():
             self._add(part, "sample", row, message)
         for message in sums.differences(footer.totals):
-            self._findings.add(part.file.name, message)
+            self._problems.add(part.file.name, message)
 
     def _add(self, part: Part, column: str, row: int, message: str) -> None:
-        self._findings.add_rows(part.file.name, self._job.prefix + column, [row], message)
+        self._problems.add_rows(part.file.name, self._job.prefix + column, [row], message)
 
     def _settings(self, batch: Any) -> tuple[Ints, Ints]:
         """Samples and most tokens of each row."""
@@ -117,7 +117,7 @@ class PartCheck:
         for column, different in comparison.differences(batch, samples):
             rows = (np.flatnonzero(different) + begin).tolist()
             message = f"is not what the input file {footer.shard_name} has in that row"
-            self._findings.add_rows(part.file.name, column, rows, message)
+            self._problems.add_rows(part.file.name, column, rows, message)
 
     def _keep_errors(self, part: Part, batch: Any, ours: OurColumns, first_row: int) -> None:
         """Remember the rows with errors.

@@ -134,6 +134,10 @@ def read_status(job: JobOutput) -> Status:
     if versions and any(run.state == "running" for run in status.runs):
         status.drafter_version = max(versions)
     status.other_bytes = _folder_bytes(job)
+    if job.is_being_replaced:
+        status.notes.append(
+            "a new output is whole and takes this one's place: run the job again to finish that"
+        )
     fresh = job.fresh()
     status.fresh = None if fresh is None else read_status(fresh)
     return status

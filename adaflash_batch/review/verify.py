@@ -10,12 +10,12 @@ from typing import Any
 
 from adaflash_batch.errors import ConfigError, InputError
 from adaflash_batch.review.coverage import Coverage, Gap
-from adaflash_batch.review.findings import Findings, Problem
 from adaflash_batch.review.input_rows import InputRows
 from adaflash_batch.review.job_output import InputFile, JobOutput, PartFile
 from adaflash_batch.review.leftovers import Rejects, check_files, check_rejects, check_versions
 from adaflash_batch.review.part_content import PartCheck
 from adaflash_batch.review.parts import Part, is_misnamed, objections, read_parts
+from adaflash_batch.review.problems import Problem, Problems
 from adaflash_batch.shards.parquet import inspect_shard, open_shard
 from adaflash_batch.shards.recovery import fingerprint
 from adaflash_batch.shards.schema import output_schema
@@ -84,22 +84,22 @@ class _Verifier:
         self._job = job
         self._compares = compare_inputs
         self._notify = notify
-        self._findings = Findings()
+        self._problems = Problems()
         self._rejects = Rejects()
-        self._check = PartCheck(job, self._findings, self._rejects)
+        self._check = PartCheck(job, self._problems, self._rejects)
         self._coverage = Coverage()
         self._versions: set[int] = set()
         self._output_rows = self._errors = self._num_read = 0
 
     def verify(self) -> Verification:
-        job, findings = self._job, self._findings
+        job, problems = self._job, self._problems
         self._check_job()
         files = job.part_files()
         for shard, group in groupby(files, key=lambda file: file.shard):
             self._check_shard(shard, list(group), len(files))
-        check_files(job, self._coverage, findings)
-        check_versions(job, self._versions, findings)
-        check_rejects(job, self._rejects, self._coverage, findings)
+        check_files(job, self._coverage, problems)
+        check_versions(job, self._versions, problems)
+        check_rejects(job, self._rejects, self._coverage, problems)
         return Verification(
             directory=job.directory,
             fingerprint=job.fingerprint,
@@ -110,21 +110,21 @@ class _Verifier:
             output_rows=self._output_rows,
             errors=self._errors,
             inputs_compared=self._compares,
-            problems=findings.problems,
+            problems=problems.found,
             gaps=list(self._coverage.gaps(job)),
-            notes=findings.notes,
+            notes=problems.notes,
         )
 
     def _check_job(self) -> None:
         """job.json against itself."""
         job, name = self._job, "_adaflash/job.json"
         if fingerprint(job.text_facts) != job.fingerprint:
-            self._findings.add(name, "has been changed: its fingerprint is not that of its facts")
+            self._problems.add(name, "has been changed: its fingerprint is not that of its facts")
         known = job.text_facts.get("inputs")
         if known != {each.name: each.digest for each in job.inputs}:
-            self._findings.add(name, "lists other input files than its fingerprint was made of")
+            self._problems.add(name, "lists other input files than its fingerprint was made of")
         if job.text_facts.get("output.chunk_rows") != job.chunk_rows:
-            self._findings.add(name, "has two numbers for output.chunk_rows")
+            self._problems.add(name, "has two numbers for output.chunk_rows")
 
     def _check_shard(self, shard: int, files: Sequence[PartFile], num_files: int) -> None:
         known = self._job.inputs[shard] if shard < len(self._job.inputs) else None
@@ -132,7 +132,7 @@ class _Verifier:
             for part in read_parts(self._job, files):
                 found = self._check_part(part, schema, rows)
                 schema = schema if schema is not None else found
-                self._findings.end_file()
+                self._problems.end_file()
                 self._num_read += 1
                 self._notify(self._num_read, num_files)
 
@@ -147,7 +147,7 @@ class _Verifier:
         except InputError as error:
             raise InputError(error.message, "--no-inputs looks at the output alone") from error
         if info.digest != source.digest or info.num_rows != source.num_rows:
-            self._findings.add(source.location, "has changed since the job began")
+            self._problems.add(source.location, "has changed since the job began")
         with open_shard(info.shard) as file:
             yield self._schema(source, info.schema), InputRows(file, source.location)
 
@@ -155,20 +155,20 @@ class _Verifier:
         try:
             return output_schema(schema, self._job.prefix)
         except ConfigError as error:
-            self._findings.add(source.location, error.message)
+            self._problems.add(source.location, error.message)
             return None
 
     def _check_part(self, part: Part, schema: Any, rows: InputRows | None) -> Any:
         wrong = objections(self._job, part)
         for message in wrong:
-            self._findings.add(part.file.name, message)
+            self._problems.add(part.file.name, message)
         if part.footer is None:
             return None
         footer = part.footer
         if not wrong or (is_misnamed(part) and len(wrong) == 1):
             other = self._coverage.add(footer.shard_index, footer.chunk_index, part.file.name)
             if other is not None:
-                self._findings.add(part.file.name, f"holds the same rows as {other}")
+                self._problems.add(part.file.name, f"holds the same rows as {other}")
         self._output_rows += part.num_rows
         self._errors += footer.totals.num_errors
         if footer.drafter_version is not None:
