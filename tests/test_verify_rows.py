@@ -89,6 +89,22 @@ def test_repeated_column_names_and_prefixes_are_no_trouble(tmp_path: Path) -> No
     assert verify(job).problems == []
 
 
+def test_rows_whose_own_settings_are_wrong_have_one_sample(tmp_path: Path) -> None:
+    own = pa.array([0.0, NAN, None, 2.0])
+    job = fabricate(
+        tmp_path,
+        {"a.parquet": pa.table({"prompt": PROMPTS, "k": own})},
+        {"input.columns": {"n": "k", "max_new_tokens": "k"}, "sampling.n": 3},
+    )
+    found = verify(job)
+    # The texts from thin air have one token, two, three, four.
+    assert {(p.row, p.message) for p in found.problems} == {
+        (5, "completion_tokens is above max_new_tokens"),
+        (6, "completion_tokens is above max_new_tokens"),
+    }
+    assert (found.errors, found.output_rows) == (2, 1 + 1 + 3 + 2)
+
+
 @given(
     groups=st.lists(st.integers(0, 9), min_size=1, max_size=6),
     wanted=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6),

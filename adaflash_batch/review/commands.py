@@ -6,9 +6,13 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
+
+if TYPE_CHECKING:
+    from adaflash_batch.review.audit_report import Audit
+    from adaflash_batch.review.job_output import JobOutput
 
 _Directory = Annotated[
     str, typer.Argument(metavar="DIR", help="Output directory of a job: a path or a URI.")
@@ -67,22 +71,21 @@ def verify(
     job = JobOutput.open(directory)
     with _progress("parts") as notify:
         found = read_all(job, compare_inputs=not no_inputs, notify=notify)
-    audited = None
-    if audit:
-        from adaflash_batch.review.audit import audit as decode_again
-
-        with _progress("rows decoded again") as notify:
-            audited = decode_again(job, audit, audit_seed, model=model, notify=notify, note=_note)
+    audited = _audit(job, audit, audit_seed, model) if audit else None
     if as_json:
         said = found.as_dict() | {"audit": None if audited is None else audited.as_dict()}
         print(json.dumps(said))
     else:
-        for line in verification_lines(found):
-            print(line)
-        for line in audit_lines(audited) if audited is not None else ():
-            print(line)
+        print(*verification_lines(found), *audit_lines(audited), sep="\n")
     is_other = audited is not None and bool(audited.differences)
     return 1 if is_other else found.exit_code
+
+
+def _audit(job: JobOutput, count: int, seed: int, model: str | None) -> Audit:
+    from adaflash_batch.review.audit import audit
+
+    with _progress("rows decoded again") as notify:
+        return audit(job, count, seed, model=model, notify=notify, note=_note)
 
 
 def merge(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -148,12 +148,8 @@ def check_rejects(job: JobOutput, found: Rejects, coverage: Coverage, problems: 
         if is_whole and found.counts:
             problems.notes.append(f"there is no {REJECTS}, though rows carry errors")
         return
-    told = Rejects()
     try:
-        with job.filesystem.open_input_file(path) as source:
-            for part, *row in _rejected(pq.ParquetFile(source)):
-                if part is not None:  # of a chunk that is not committed
-                    told.add(part, *row)
+        told = _read_rejects(job.filesystem, path)
     except (*READ_ERRORS, KeyError) as error:
         problems.add(REJECTS, f"cannot be read: {first_line(error)}")
         return
@@ -170,7 +166,13 @@ def check_rejects(job: JobOutput, found: Rejects, coverage: Coverage, problems: 
             problems.add(REJECTS, f"has other errors of {part} than it holds itself")
 
 
-def _rejected(file: Any) -> Iterator[tuple[Any, ...]]:
-    names = ["part", "row", "sample", "kind", "message"]
-    for batch in file.iter_batches(columns=names, use_threads=False):
-        yield from zip(*(batch.column(name).to_pylist() for name in names), strict=True)
+def _read_rejects(filesystem: Any, path: str) -> Rejects:
+    """What rejects.parquet has of committed chunks."""
+    told, names = Rejects(), ["part", "row", "sample", "kind", "message"]
+    with filesystem.open_input_file(path) as source:
+        for batch in pq.ParquetFile(source).iter_batches(columns=names, use_threads=False):
+            columns = [batch.column(name).to_pylist() for name in names]
+            for part, *row in zip(*columns, strict=True):
+                if part is not None:
+                    told.add(part, *row)
+    return told

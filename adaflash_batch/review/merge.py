@@ -99,15 +99,19 @@ def merge(
     unified = unify(_schemas(job, parts), job.prefix)
     said = {"fingerprint": job.fingerprint} | ({"rows_missing": missing} if missing else {})
     schema = _with_facts(unified.schema, said)
-    rows = 0
-    with _opened(filesystem, path) as sink, pq.ParquetWriter(sink, schema, **_OPTIONS) as writer:
-        for group in _row_groups(_batches(job, order, schema, notify)):
-            writer.write_table(group)
-            rows += group.num_rows
+    with _opened(filesystem, path) as sink:
+        rows = _write(sink, schema, _batches(job, order, schema, notify))
     return Merged(out, rows, len(order), missing, unified.notes)
 
 
-_OPTIONS = {"compression": "zstd", "write_page_checksum": True}
+def _write(sink: Any, schema: Any, batches: Iterator[Any]) -> int:
+    """Write a Parquet file; the number of its rows."""
+    rows = 0
+    with pq.ParquetWriter(sink, schema, compression="zstd", write_page_checksum=True) as writer:
+        for group in _row_groups(batches):
+            writer.write_table(group)
+            rows += group.num_rows
+    return rows
 
 
 def _destination(job: JobOutput, out: str, force: bool) -> tuple[Any, str]:

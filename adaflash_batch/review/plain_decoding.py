@@ -131,13 +131,9 @@ class PlainDecoder:
         for begin in range(0, len(prompt), self._token_budget):
             logits = run.forward(prompt[begin : begin + self._token_budget])
         while True:
+            position = len(prompt) + len(tokens)
             block = ChoiceBlock(
-                sampling=sampling,
-                history=history,
-                drafts=(),
-                key=(request.identity, request.key.sample),
-                position=len(prompt) + len(tokens),
-                end_ids=ends,
+                sampling, history, (), (request.identity, request.key.sample), position, ends
             )
             token = pick(tokens, Choice(logits, block))
             if token is None:

@@ -33,8 +33,10 @@ def verification_lines(found: Verification) -> Iterator[str]:
         yield "sound and complete"
 
 
-def audit_lines(audit: Audit) -> Iterator[str]:
-    """What is not the same first, the sums last."""
+def audit_lines(audit: Audit | None) -> Iterator[str]:
+    """What is not the same first, the sums last; nothing where there was no audit."""
+    if audit is None:
+        return
     for row in audit.differences:
         yield f"difference: {_told(row)}"
     for row in audit.near_ties:
