@@ -15,8 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "jobs" / "recipes"
 
-# Keeps its arguments, the signals that it gets and that it came to its end; exits 75 on a signal, as
-# the real one does. The code may depend on a word among the arguments.
+# Keeps its arguments and the signals that it gets, and exits 75 on one, as the real one does. The
+# code may depend on a word among the arguments.
 _RUNNER = """#!{python}
 import json, os, signal, sys
 from pathlib import Path
@@ -33,11 +33,10 @@ code = next((code for word, code in said["codes"].items() if word in words), sai
 if said["waits"]:
     (folder / "ready").touch()
     with open(folder / "signals", "a") as signals:
-        print(signal.Signals(signal.sigwait(awaited)).name, file=signals, flush=True)
-        # Time for a second one to arrive, which must not come.
-        second = signal.sigtimedwait(awaited, 0.3)
-        if second:
-            print(signal.Signals(second.si_signo).name, file=signals, flush=True)
+        # After the first there is time for a second one, which must not come.
+        for seconds in (30, 0.3):
+            if heard := signal.sigtimedwait(awaited, seconds):
+                print(signal.Signals(heard.si_signo).name, file=signals, flush=True)
     code = 75
     (folder / "ended").write_text("in its own session" if os.getsid(0) == os.getpid() else "")
 print(json.dumps({{"status": "complete", "exit_code": code, "rows": 3}}))

@@ -63,6 +63,7 @@ with DAG(
             "/srv/adaflash/prompts/{{ ds }}",
             "--config=/srv/adaflash/jobs/nightly.toml",
             "--out=/srv/adaflash/completions/{{ ds }}",
+            "--drafter=/srv/adaflash/data/drafters/smollm2-135m-instruct",
             "--drafter-store=/srv/adaflash/drafters",
             "--max-errors=100",
             "--grace=60",
