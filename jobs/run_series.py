@@ -161,7 +161,8 @@ def _figures(out: Path, outcome: Outcome) -> dict[str, Any]:
         kept = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         kept = {}
-    return {**outcome.last_line, **kept}
+    is_idle = outcome.last_line.get("status") == "nothing_to_do"
+    return {**outcome.last_line, **kept} if is_idle else {**kept, **outcome.last_line}
 
 
 def _write_lines(out: Path, outcomes: Sequence[Outcome]) -> None:

@@ -39,7 +39,7 @@ if said["waits"]:
                 print(signal.Signals(heard.si_signo).name, file=signals, flush=True)
     code = 75
     (folder / "ended").write_text("in its own session" if os.getsid(0) == os.getpid() else "")
-print(json.dumps({{"status": "complete", "exit_code": code, "rows": 3}}))
+print(json.dumps({{"status": said["status"], "exit_code": code, "rows": 3}}))
 if code > 128:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
     os.kill(os.getpid(), code - 128)
@@ -79,10 +79,11 @@ class Stage:
         *,
         codes: Mapping[str, int] | None = None,
         waits: bool = False,
+        status: str = "complete",
         variables: Mapping[str, str] | None = None,
     ) -> Stage:
         """A runner that exits with `code`, or by words in its arguments, or waits for a signal."""
-        said = {"code": code, "codes": dict(codes or {}), "waits": waits}
+        said = {"code": code, "codes": dict(codes or {}), "waits": waits, "status": status}
         (folder / "said").write_text(json.dumps(said), encoding="utf-8")
         stage = cls(folder, variables or {})
         stage.add("adaflash-batch", _RUNNER.format(python=sys.executable, folder=folder))

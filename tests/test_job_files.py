@@ -29,6 +29,7 @@ def test_what_a_night_learns_is_kept_outside_its_output() -> None:
     assert spec.speculation.drafter_store
     assert not store.is_relative_to(output)
     assert spec.adapt.when == "even"
+    assert spec.run.max_errors
 
 
 def test_an_evaluation_can_be_repeated() -> None:

@@ -11,7 +11,12 @@ from scheduled import RECIPES, Stage
 ARRAY = str(RECIPES / "slurm" / "array.sbatch")
 POD = str(RECIPES / "kubernetes" / "run-in-pod.sh")
 CRON = str(RECIPES / "cron" / "cron-run.sh")
-TASK = {"SLURM_JOB_ID": "907", "SLURM_ARRAY_JOB_ID": "907", "SLURM_ARRAY_TASK_ID": "3"}
+TASK = {
+    "SLURM_JOB_ID": "907",
+    "SLURM_ARRAY_JOB_ID": "907",
+    "SLURM_ARRAY_TASK_ID": "3",
+    "SLURM_ARRAY_TASK_COUNT": "8",
+}
 
 
 @pytest.mark.parametrize(
@@ -24,8 +29,8 @@ def test_a_slurm_task_and_a_pod_pass_the_code_on_but_for_errors_in_rows(
     slurm = stage.run([ARRAY, "--config", "a job.toml"])
     assert slurm.returncode == expected
     assert stage.run([POD, "adaflash-batch", "run"]).returncode == expected
-    wanted = ["run", "--config", "a job.toml", "--shards-from", "slurm", "--grace", "90"]
-    assert stage.calls() == [wanted, ["run"]]
+    own = ["--shards-from", "slurm", "--num-shards", "8", "--grace", "90"]
+    assert stage.calls() == [["run", "--config", "a job.toml", *own], ["run"]]
     assert stage.requeued() == (["requeue 907_3"] if code == 75 else [])
 
 

@@ -28,8 +28,6 @@ MANIFESTS = sorted(RECIPES.glob("kubernetes/*.yaml"))
 UNITS = sorted(RECIPES.glob("systemd/*"))
 # podFailurePolicy has been stable since 1.31, backoffLimitPerIndex since 1.33.
 VERSIONS = ("1.33", kubernetes_validate.latest_version())
-# Until `run` has them.
-PENDING = {"--grace", "--max-errors", "--num-shards", "--shards-from"}
 DIRECTIVES = {
     "Unit": "Description Wants After StartLimitIntervalSec StartLimitBurst",
     "Service": "Type User WorkingDirectory Environment ExecStart SuccessExitStatus Restart "
@@ -210,4 +208,4 @@ def test_recipes_use_flags_that_the_runner_has() -> None:
     group = typer.main.get_command(cli.app)
     assert isinstance(group, TyperGroup)
     known = {flag for parameter in group.commands["run"].params for flag in parameter.opts}
-    assert flags - known - {"--each-folder"} - PENDING == set()
+    assert flags - known - {"--each-folder"} == set()

@@ -39,7 +39,7 @@ def test_what_cannot_be_told_apart_is_refused(over: list[str]) -> None:
 
 
 def test_a_sweep_passes_its_flags_on_and_keeps_a_line_for_every_run(tmp_path: Path) -> None:
-    stage = Stage.build(tmp_path, codes={"temperature=0.7": 3})
+    stage = Stage.build(tmp_path, codes={"temperature=0.7": 3}, status="nothing_to_do")
     kept = tmp_path / "out" / "temperature=0" / "_adaflash" / "summary.json"
     kept.parent.mkdir(parents=True)
     kept.write_text('{"rows": 9, "tokens_per_s": 12.5}', encoding="utf-8")

@@ -65,7 +65,6 @@ with DAG(
             "--out=/srv/adaflash/completions/{{ ds }}",
             "--drafter=/srv/adaflash/data/drafters/smollm2-135m-instruct",
             "--drafter-store=/srv/adaflash/drafters",
-            "--max-errors=100",
             "--grace=60",
         ],
         retries=10,
