@@ -14,15 +14,21 @@ from scheduled import RECIPES, ROOT, Stage
 JOBS = ROOT / "jobs"
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags for a tiny model."""
+    model = tiny_model_folder(tmp_path_factory.mktemp("model"))
+    words = f"--model {model} --drafter none --dtype float32 --max-new-tokens 4 --threads 1"
+    return words.split()
+
+
 @pytest.fixture
-def night(tmp_path: Path) -> list[str]:
-    """The command of the crontab, for a tiny model that is there."""
-    model = tiny_model_folder(tmp_path / "model")
+def night(small: list[str]) -> list[str]:
+    """The command of the crontab."""
     cron = [str(RECIPES / "cron" / "cron-run.sh"), "logs/nightly.log"]
     series = ["python", str(JOBS / "run_series.py"), str(JOBS / "nightly.toml")]
     folders = ["--out", "completions", "--each-folder", "prompts"]
-    small = f"--model {model} --drafter none --dtype float32 --max-new-tokens 4 --threads 1"
-    return [*cron, *series, *folders, "--", *small.split()]
+    return [*cron, *series, *folders, "--", *small]
 
 
 def write_prompts(folder: Path, rows: int) -> None:
@@ -55,3 +61,15 @@ def test_a_night_is_done_once_and_a_new_one_alone_is_done_next(
     assert pq.read_metadata(new).num_rows == 3 * 4
     lines = (tmp_path / "completions" / "series.jsonl").read_text("utf-8").splitlines()
     assert [json.loads(line)["summary"]["rows"] for line in lines] == [2, 3]
+
+
+def test_the_tasks_of_a_slurm_array_share_a_job_out(tmp_path: Path, small: list[str]) -> None:
+    write_prompts(tmp_path / "prompts", 5)
+    script = [str(RECIPES / "slurm" / "array.sbatch"), "prompts", "--out", "out"]
+    job = ["--config", str(JOBS / "nightly.toml"), "--chunk-rows", "2", *small]
+    for task in ("1", "0"):
+        names = {"SLURM_ARRAY_TASK_ID": task, "SLURM_ARRAY_TASK_COUNT": "2"}
+        done = Stage(tmp_path, names).run([*script, *job])
+        assert done.returncode == 0, done.stderr
+    rows = [pq.read_metadata(part).num_rows for part in parts(tmp_path / "out")]
+    assert rows == [8, 8, 4]
