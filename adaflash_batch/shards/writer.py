@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pyarrow import fs
 
 from adaflash_batch.durable import flush
@@ -27,6 +26,7 @@ from adaflash_batch.shards.locations import (
     path_matches,
     stat,
 )
+from adaflash_batch.shards.parquet_form import write_parquet
 
 __all__ = [
     "PART_NAME",
@@ -78,7 +78,7 @@ def _write_local(directory: Path, name: str, temporary: str, table: Any) -> None
     path = directory / temporary
     try:
         with open(path, "xb") as file:
-            _write_table(table, file)
+            write_parquet(table, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(path, directory / name)
@@ -91,7 +91,7 @@ def _write_local(directory: Path, name: str, temporary: str, table: Any) -> None
 def _write_remote(filesystem: Any, directory: str, name: str, temporary: str, table: Any) -> None:
     # Closing an upload commits it, also after an error: nothing is opened before all is in hand.
     buffer = pa.BufferOutputStream()
-    _write_table(table, buffer)
+    write_parquet(table, buffer)
     path = f"{directory}/{temporary}"
     try:
         with filesystem.open_output_stream(path) as stream:
@@ -101,11 +101,6 @@ def _write_remote(filesystem: Any, directory: str, name: str, temporary: str, ta
         with suppress(OSError, pa.ArrowException):
             filesystem.delete_file(path)
         raise
-
-
-def _write_table(table: Any, target: Any) -> None:
-    # Different dictionaries in the pieces of a column would make it fall back to plain encoding.
-    pq.write_table(table.unify_dictionaries(), target, compression="zstd", write_page_checksum=True)
 
 
 def _write_error(path: str, error: Exception) -> AdaflashError:
