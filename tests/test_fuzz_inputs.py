@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 from arrow_columns import (
     Contents,
-    Tagged,
     Talk,
     Text,
     cells,
@@ -45,11 +44,9 @@ WRITING = {
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A model that repeats the end of its prompt, loaded once for all jobs."""
     folder = echo_model_folder(tmp_path_factory.mktemp("echo") / "model", TEMPLATE)
-    pa.register_extension_type(Tagged(pa.null()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Target, "load", functools.cache(Target.load))
         yield folder
-    pa.unregister_extension_type("tests.tagged")
 
 
 @dataclass(frozen=True, slots=True)
