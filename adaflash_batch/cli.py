@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Optional, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from adaflash_batch.errors import AdaflashError, ConfigError
+from adaflash_batch.errors import AdaflashError, ConfigError, LockedError
 from adaflash_batch.spec import JobSpec, section_fields
 from adaflash_batch.spec_sources import flag_name
 from adaflash_batch.training import commands as drafter_commands
@@ -91,12 +91,26 @@ def run(config: Path | None, overrides: Sequence[str] | None, **flags: Any) -> i
     stopped. The last line on stdout is a summary in JSON; everything else goes to stderr.
     """
     given = {name.replace("__", "."): value for name, value in flags.items()}
-    given["input.columns"] = _read_columns(given["input.columns"] or ())
     try:
+        given["input.columns"] = _read_columns(given["input.columns"] or ())
         return _run_job(JobSpec.from_sources(config, overrides or (), given))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         _complain("interrupted", "run the same command again to go on")
+        _say_last("interrupted", EXIT_INTERRUPTED, f"stopped by {str(stop) or 'SIGINT'}")
         return EXIT_INTERRUPTED
+    except AdaflashError as error:
+        is_locked = isinstance(error, LockedError)
+        _say_last("locked" if is_locked else "failed", error.exit_code, error.message)
+        raise
+    except Exception as error:
+        _say_last("failed", 1, f"{type(error).__name__}: {error}")
+        raise
+
+
+def _say_last(status: str, exit_code: int, message: str) -> None:
+    """The last line of a run that has no summary."""
+    line = {"status": status, "exit_code": exit_code, "message": message}
+    print(json.dumps(line), flush=True)
 
 
 def _run_job(spec: JobSpec) -> int:

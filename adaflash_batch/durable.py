@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from adaflash_batch.errors import ConfigError
+from filelock import FileLock, Timeout
+
+from adaflash_batch.errors import LockedError
 
 _POLL_S = 0.05
 
@@ -44,21 +44,33 @@ def write_whole(path: Path, content: bytes) -> None:
 def locked(folder: Path, *, wait_s: float = 0.0) -> Iterator[None]:
     """Hold a folder, which is made if it is not there; the system lets go when the process dies.
 
-    Raises ConfigError if another process still holds it after `wait_s` seconds.
+    Raises LockedError if another process still holds it after `wait_s` seconds.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
-        until = time.monotonic() + wait_s
-        while not _is_taken(file.fileno()):
-            if time.monotonic() >= until:
-                raise ConfigError(f"another process is at work in {folder}")
-            time.sleep(_POLL_S)
+    with held(folder / "lock", wait_s=wait_s, why=f"another process is at work in {folder}"):
         yield
 
 
-def _is_taken(descriptor: int) -> bool:
+@contextmanager
+def held(path: Path, *, wait_s: float = 0.0, why: str) -> Iterator[None]:
+    """Hold a lock file, which is made if it is not there and stays.
+
+    A lock is the system's (flock), not the file's being there: that of a dead process is free.
+
+    Args:
+        path: the file.
+        wait_s: seconds to wait for whoever holds it.
+        why: said where it stays held.
+
+    Raises:
+        LockedError: it is held.
+    """
+    lock = FileLock(path, timeout=wait_s, poll_interval=_POLL_S)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+        lock.acquire()
+    except Timeout:
+        raise LockedError(why, "run the same command again when it has ended") from None
+    try:
+        yield
+    finally:
+        lock.release()

@@ -30,3 +30,9 @@ class InputError(AdaflashError):
     """An input file cannot be read."""
 
     exit_code = 5
+
+
+class LockedError(AdaflashError):
+    """Another process is at work there: running the same again, later, can help."""
+
+    exit_code = 75

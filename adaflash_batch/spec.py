@@ -17,6 +17,7 @@ from adaflash_batch.spec_sections import (
     ModelSection,
     OutputSection,
     PromptSection,
+    RunSection,
     SamplingSection,
     SpeculationSection,
     as_tuple,
@@ -40,7 +41,7 @@ _CHANGES_NO_TEXT = frozenset(
     }
 )
 # Whole sections of which the same is true.
-_CHANGING_NO_TEXT = frozenset({"adapt"})
+_CHANGING_NO_TEXT = frozenset({"adapt", "run"})
 
 
 class JobSpec(BaseModel):
@@ -56,6 +57,7 @@ class JobSpec(BaseModel):
     engine: EngineSection = EngineSection()
     speculation: SpeculationSection = SpeculationSection()
     adapt: AdaptSection = AdaptSection()
+    run: RunSection = RunSection()
 
     @classmethod
     def from_sources(
@@ -132,7 +134,36 @@ def _build(given: GivenValues) -> JobSpec:
     check_column_fields(spec.input.columns, given.place("input", "columns"))
     _check_sampling(spec.sampling, given)
     _check_drafts(spec, given)
+    _check_shares(spec, given)
     return spec
+
+
+def _check_shares(spec: JobSpec, given: GivenValues) -> None:
+    """Refuse shares of a job that say too little, or two things at once."""
+    run = spec.run
+    place = {name: given.place("run", name) for name in type(run).model_fields}
+    names_one = run.shard_index is not None or run.shards_from is not None
+    if run.shard_index is not None and run.shards_from is not None:
+        both = f"{place['shard_index']} and {place['shards_from']}"
+        raise ConfigError(f"{both} exclude each other", "give one of them")
+    if run.num_shards is None and names_one:
+        given_one = place["shard_index" if run.shards_from is None else "shards_from"]
+        raise ConfigError(f"{given_one} needs a number of shards", "add --num-shards N")
+    if run.num_shards is not None and not names_one:
+        raise ConfigError(
+            f"{place['num_shards']} needs to know which of them this run is",
+            "add --shard-index I, or --shards-from slurm",
+        )
+    if run.num_shards is not None and (run.shard_index or 0) >= run.num_shards:
+        raise ConfigError(
+            f"{place['shard_index']} is {run.shard_index}, with {run.num_shards} shards it is "
+            f"0 to {run.num_shards - 1}"
+        )
+    if run.fresh and run.num_shards is not None:
+        raise ConfigError(
+            f"{place['fresh']} does not go with {place['num_shards']}",
+            "name another output directory with --out",
+        )
 
 
 def _check_drafts(spec: JobSpec, given: GivenValues) -> None:

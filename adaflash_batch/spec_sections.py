@@ -35,6 +35,37 @@ def _none_if_off(value: object) -> object:
     return None if value in ("none", "off") else value
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ErrorLimit:
+    """How many rows of a job may carry errors.
+
+    Attributes:
+        most: rows, or a share of all rows where `is_share`.
+    """
+
+    most: float
+    is_share: bool
+
+    def rows(self, num_rows: int) -> int:
+        """The most of so many rows."""
+        return int(self.most * num_rows + 1e-9) if self.is_share else int(self.most)
+
+
+def parse_limit(text: str) -> ErrorLimit:
+    """Read `100` (rows) or `2.5%` (of all rows); ValueError for anything else."""
+    match = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?)\s*%", text.strip())
+    if match is None or (match[2] and float(match[2]) > 100):
+        raise ValueError("it should be a number of rows, like 100, or a share of them, like 2.5%")
+    return ErrorLimit(float(match[2]) / 100, True) if match[2] else ErrorLimit(int(match[1]), False)
+
+
+def _as_limit(value: object) -> object:
+    if value is None or isinstance(value, bool):
+        return value
+    parse_limit(str(value))
+    return str(value)
+
+
 def _as_size(value: object) -> str:
     parse_bytes(str(value))
     return str(value)
@@ -52,6 +83,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Drafter = Annotated[Name | None, BeforeValidator(_none_if_off)]
 Size = Annotated[str, BeforeValidator(_as_size)]
+Limit = Annotated[str | None, BeforeValidator(_as_limit)]
 
 _SECTION = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
@@ -255,3 +287,29 @@ class AdaptSection(BaseModel):
     def memory_bytes(self) -> int:
         """`memory` in bytes."""
         return parse_bytes(self.memory)
+
+
+class RunSection(BaseModel):
+    """When a run ends early, and what part of a job it does; changes no text."""
+
+    model_config = _SECTION
+
+    max_errors: Limit = None
+    """Stop when more rows carry errors: a number, or a share of all rows like 2.5%."""
+    grace: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 20.0
+    """Seconds to finish what is being decoded, after a signal to stop."""
+    scratch: Name | None = None
+    """Local folder for journals and, of outputs that are not local, locks."""
+    fresh: bool = False
+    """Do everything anew; what is there is replaced only when the new output is whole."""
+    num_shards: Count | None = None
+    """Share the job out to so many runs, on one output directory."""
+    shard_index: Annotated[int, Field(ge=0)] | None = None
+    """Which of them this run is, from 0."""
+    shards_from: Literal["slurm", "kubernetes"] | None = None
+    """Take shard_index from SLURM_ARRAY_TASK_ID or JOB_COMPLETION_INDEX."""
+
+    @property
+    def error_limit(self) -> ErrorLimit | None:
+        """`max_errors` as numbers."""
+        return None if self.max_errors is None else parse_limit(self.max_errors)

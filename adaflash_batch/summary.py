@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from adaflash_batch.shards.output import Output
 from adaflash_batch.stats import SpeculationCounts
 
+Status = Literal["complete", "nothing_to_do", "interrupted", "error_limit"]
+
 EXIT_ROW_ERRORS = 3
+EXIT_ERROR_LIMIT = 4
+EXIT_INTERRUPTED = 75
+_EXIT_CODES = {"interrupted": EXIT_INTERRUPTED, "error_limit": EXIT_ERROR_LIMIT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +22,7 @@ class Summary:
     """How a job ended.
 
     Attributes:
-        exit_code: 0, or 3 when rows carry errors.
+        exit_code: 0, 3 when rows carry errors, 4 when too many do, 75 when it was interrupted.
         fields: what the last line on stdout and summary.json say.
     """
 
@@ -50,7 +56,9 @@ class RunFigures:
         decode_s: seconds from the first request to the last row, learning included.
         prompt_tokens: of the requests that it took in.
         output_tokens: that it generated.
+        num_rows: input rows that it finished, with or without an error.
         num_errors: rows that it ended with an error.
+        journaled_rows: input rows that an earlier run finished and journals still held.
         num_preemptions: of requests.
         calibration: of predicted survival, by source of drafts.
         plain_steps: steps that drafted nothing since it did not pay.
@@ -60,7 +68,9 @@ class RunFigures:
     decode_s: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    num_rows: int = 0
     num_errors: int = 0
+    journaled_rows: int = 0
     num_preemptions: int = 0
     plain_steps: int = 0
     calibration: Mapping[str, object] = field(default_factory=dict)
@@ -69,22 +79,32 @@ class RunFigures:
     learning: LearningFigures = field(default_factory=LearningFigures)
 
 
-def summarise(directory: str, run: RunFigures, output: Output, wall_s: float) -> Summary:
-    """The summary of a job that came to its end.
+def summarise(
+    directory: str, status: Status, run: RunFigures, output: Output, wall_s: float
+) -> Summary:
+    """The summary of a run that came to its end.
 
     Args:
         directory: of the output, as the user named it.
+        status: how it ended.
         run: what this process did.
         output: what is committed, by earlier runs too.
         wall_s: seconds of this run.
     """
     totals, counts = output.totals, run.counts
     speed = run.output_tokens / run.decode_s if run.decode_s > 0 else None
+    finished = output.resumed_rows + run.journaled_rows + run.num_rows
+    code = _EXIT_CODES.get(status, EXIT_ROW_ERRORS if totals.num_errors else 0)
     fields: dict[str, object] = {
+        "status": status,
+        "exit_code": code,
         "rows": totals.num_rows,
-        "resumed_rows": output.resumed_rows,
+        "missing_rows": output.num_rows_left,
+        # Finished, while their chunks are not whole: kept in journals, or errors that show again.
+        "open_rows": finished - totals.num_rows,
+        "resumed_rows": output.resumed_rows + run.journaled_rows,
         "output_rows": totals.num_output_rows,
-        "errors": totals.num_errors,
+        "errors": max(totals.num_errors, run.num_errors),
         "completion_tokens": totals.completion_tokens,
         "truncated_tokens": totals.truncated_tokens,
         "output_tokens": run.output_tokens,
@@ -107,7 +127,7 @@ def summarise(directory: str, run: RunFigures, output: Output, wall_s: float) ->
         "parts_written": output.num_parts,
         "output": directory,
     }
-    return Summary(EXIT_ROW_ERRORS if totals.num_errors else 0, fields)
+    return Summary(code, fields)
 
 
 def _learning(learning: LearningFigures) -> Mapping[str, object]:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from adaflash_batch import cli
-from adaflash_batch.errors import ConfigError, InputError
+from adaflash_batch.errors import ConfigError, InputError, LockedError
 from adaflash_batch.report.live import Reporter
 from adaflash_batch.spec import JobSpec, section_fields
 from adaflash_batch.spec_sources import flag_name
@@ -67,23 +67,43 @@ def test_errors_are_one_line_with_a_hint_below(
     job.raises = InputError("a.parquet is not a Parquet file", "look at it")
     assert exit_code("run", "a.parquet") == 5
     out, err = capfd.readouterr()
-    assert out == ""
-    assert err == "working\nerror: a.parquet is not a Parquet file\nhint: look at it\n"
+    message = "a.parquet is not a Parquet file"
+    assert json.loads(out) == {"status": "failed", "exit_code": 5, "message": message}
+    assert err == f"working\nerror: {message}\nhint: look at it\n"
     job.raises = ConfigError("no such model")
     assert exit_code("run", "a.parquet") == 2
     assert capfd.readouterr().err.endswith("error: no such model\n")
 
 
-def test_an_interrupt_exits_75(job: FakeJob, capfd: pytest.CaptureFixture[str]) -> None:
-    job.raises = KeyboardInterrupt()
+def test_a_held_output_exits_75_and_says_so(
+    job: FakeJob, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job.raises = LockedError("process 7 is at work")
     assert exit_code("run", "a.parquet") == 75
-    assert "error: interrupted\nhint: run the same command again" in capfd.readouterr().err
+    out, err = capfd.readouterr()
+    assert json.loads(out)["status"] == "locked"
+    assert "error: process 7 is at work" in err
 
 
-def test_a_bug_keeps_its_traceback(job: FakeJob) -> None:
+def test_an_interrupt_exits_75(job: FakeJob, capfd: pytest.CaptureFixture[str]) -> None:
+    job.raises = KeyboardInterrupt("SIGTERM")
+    assert exit_code("run", "a.parquet") == 75
+    out, err = capfd.readouterr()
+    assert json.loads(out) == {
+        "status": "interrupted",
+        "exit_code": 75,
+        "message": "stopped by SIGTERM",
+    }
+    assert "error: interrupted\nhint: run the same command again" in err
+
+
+def test_a_bug_keeps_its_traceback(job: FakeJob, capfd: pytest.CaptureFixture[str]) -> None:
     job.raises = ZeroDivisionError("ours")
     with pytest.raises(ZeroDivisionError, match="ours"):
         cli.main(["run", "a.parquet"])
+    last = json.loads(capfd.readouterr().out)
+    assert (last["status"], last["exit_code"]) == ("failed", 1)
+    assert "ours" in last["message"]
 
 
 @pytest.mark.parametrize(
@@ -104,14 +124,20 @@ def test_usage_errors_exit_2_and_name_the_option(
 ) -> None:
     assert exit_code(*arguments) == 2
     out, err = capfd.readouterr()
-    assert out == ""
-    assert err.splitlines()[0].startswith("error: ")
-    assert said in err.splitlines()[0]
+    first = err.splitlines()[0]
+    assert first.startswith("error: ")
+    assert said in first
+    # What the command line itself cannot be read by never reaches `run`.
+    for line in out.splitlines():
+        last = {"status": "failed", "exit_code": 2, "message": first.removeprefix("error: ")}
+        assert json.loads(line) == last
     assert job.spec is None
 
 
 def sample(annotation: object) -> tuple[list[str], object]:
     """Something to type for a flag of this type, and what the spec then holds."""
+    if choices := [each for each in get_args(annotation) if get_origin(each) is Literal]:
+        annotation = choices[0]  # or None
     if get_origin(annotation) is Literal:
         last = get_args(annotation)[-1]
         return [last], last
@@ -141,11 +167,15 @@ FLAGS = [
 @pytest.mark.parametrize(("section", "name", "flag"), FLAGS)
 def test_every_flag_sets_its_key(job: FakeJob, section: str, name: str, flag: str) -> None:
     field = section_fields(section)[name]
-    special = {"memory": "2GiB", "zero_stage": 2}
+    special = {"memory": "2GiB", "zero_stage": 2, "max_errors": "2.5%"}
     typed, held = sample(field.annotation)
     if name in special:
         typed, held = [str(special[name])], special[name]
     others = ["--drafter", "D"] if name in ("width", "when") else []
+    if name == "num_shards":
+        others = ["--shard-index", "0"]
+    elif name.startswith("shard"):
+        others = ["--num-shards", "8"]
     spec = spec_of(job, flag, *typed, *others)
     assert getattr(getattr(spec, section), name) == held
 

@@ -32,7 +32,7 @@ from tiny import tiny_llama
 
 from adaflash_batch import cli
 from adaflash_batch.drafter import checkpoint
-from adaflash_batch.errors import ConfigError
+from adaflash_batch.errors import ConfigError, LockedError
 from adaflash_batch.training.evaluation import EvaluationPlan, evaluate_drafter
 from adaflash_batch.training.plan import TrainingPlan
 from adaflash_batch.training.train import train_drafter
@@ -423,6 +423,6 @@ def test_two_trainings_of_one_folder_do_not_meet(
     (tmp_path / "out.training").mkdir()
     descriptor = os.open(tmp_path / "out.training" / "lock", os.O_CREAT | os.O_WRONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with pytest.raises(ConfigError, match="another process"):
+    with pytest.raises(LockedError, match="another process"):
         train(plan_of(model, prompts, tmp_path / "out"))
     os.close(descriptor)

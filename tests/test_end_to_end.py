@@ -224,7 +224,7 @@ def test_mistakes_end_in_one_line_and_their_code(
     (place / "cut.parquet").write_bytes(whole[: len(whole) // 2])
     done = adaflash_batch(place, *arguments)
     assert done.returncode == code
-    assert done.stdout == ""
+    assert json.loads(done.stdout)["exit_code"] == code
     assert done.stderr.startswith("error: ")
     assert said in done.stderr.splitlines()[0]
     assert "Traceback" not in done.stderr

@@ -2,6 +2,7 @@
 
 import errno
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from folders import (
     write_rows,
 )
 
-from adaflash_batch import job
+from adaflash_batch import job_decoding
 from adaflash_batch.engine import assembly
 from adaflash_batch.errors import AdaflashError, ConfigError, InputError
+from adaflash_batch.request import RowKey
 from adaflash_batch.shards.footer import PartFooter
 from adaflash_batch.shards.open_chunks import OpenChunks
 from adaflash_batch.shards.reader import Chunk
@@ -319,11 +321,12 @@ def most_open(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
 
     class Watched(OpenChunks):
-        def begin(self, chunk: Chunk) -> None:
-            super().begin(chunk)
+        def begin(self, chunk: Chunk) -> tuple[Collection[RowKey], int]:
+            found = super().begin(chunk)
             seen.append(self.num_open)
+            return found
 
-    monkeypatch.setattr(job, "OpenChunks", Watched)
+    monkeypatch.setattr(job_decoding, "OpenChunks", Watched)
     return seen
 
 

@@ -10,13 +10,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from killing import dies_at, exit_code, in_a_child, in_turns
 from learning_jobs import NUM_ROWS, QUICK, UPDATES, Workplace
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -29,31 +28,6 @@ from adaflash_batch.drafter import checkpoint
 from adaflash_batch.drafter.store import find_versions
 from adaflash_batch.drafter.versions import VersionStore
 from adaflash_batch.engine.drafting import BlockDrafter
-
-
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def dies_at(owner: Any, name: str, number: int, *, after: bool = False) -> Callable[[], None]:
-    """Makes this process die at such a call of a function, the first being 0, or right after it."""
-
-    def arm() -> None:
-        real, calls = getattr(owner, name), itertools.count()
-
-        def watched(*arguments: Any, **named: Any) -> Any:
-            is_last = next(calls) == number
-            if is_last and not after:
-                _die()
-            result = real(*arguments, **named)
-            if is_last:
-                _die()
-            return result
-
-        setattr(owner, name, watched)
-
-    return arm
-
 
 # The drafter that is taken in as version 0 is written and pointed to first, then version 1 with
 # the state of its training; the kills come while version 2 is made.
@@ -68,30 +42,6 @@ PLACES = {
     "before a commit is known": dies_at(learning.JobLearning, "keep", 5),
 }
 NAMES = {place: f"killed {number}" for number, place in enumerate(PLACES)}
-
-
-def in_a_child(work: Callable[[], object]) -> int:
-    """The process id of a copy of this process that does some work."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return child
-
-
-def exit_code(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def in_turns(works: Sequence[Callable[[], object]], wanted: int) -> None:
-    """All of them, two at once; each process must end in the wanted way."""
-    for begin in range(0, len(works), 2):
-        children = [in_a_child(work) for work in works[begin : begin + 2]]
-        assert [exit_code(child) for child in children] == [wanted] * len(children), begin
 
 
 def kill_and_resume(folder: Path) -> None:

@@ -23,7 +23,7 @@ from adaflash_batch.drafter.checkpoint import TargetFacts
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.drafter.versions import Learnt, TrainingState, VersionStore
 from adaflash_batch.drafter.vocabulary import VOCABULARY, load_vocabulary
-from adaflash_batch.errors import ConfigError
+from adaflash_batch.errors import ConfigError, LockedError
 
 OWN = {"tokenizer_sha256": "aaaa", "target": "tiny", "summary": {"updates": 5}, "origin": {"a": 1}}
 STATE = TrainingState({"net.fc": torch.arange(6.0).view(2, 3), "m": torch.ones(2)}, {"step": 7})
@@ -223,7 +223,7 @@ def test_one_process_writes_and_all_may_read(
             lambda: store.roll_back(0),
         ]
         for write in writes:
-            with pytest.raises(ConfigError, match="another process is at work"):
+            with pytest.raises(LockedError, match="another process is at work"):
                 write()
         assert_has_seed(store, 0, 0)
         holder.kill()

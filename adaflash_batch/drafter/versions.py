@@ -106,7 +106,7 @@ class VersionStore:
     """The versions of the drafter of one target.
 
     Several processes may read; those who write take turns. Each method that writes raises
-    ConfigError if another process holds the lock for a minute.
+    LockedError if another process holds the lock for a minute.
 
     Args:
         folder: there or not; only writing makes it.

@@ -195,6 +195,13 @@ class Decoder:
         if self._capture is not None and self._capture.wanted():
             entry.recording = self._capture.begin(len(prompt), limit)
 
+    def drop_waiting(self) -> None:
+        """Forget the requests that hold no KV memory: nothing comes of them."""
+        for sequence in self._scheduler.drop_waiting():
+            if self._late is not None:
+                self._late.forget(sequence)
+            del self._entries[sequence]
+
     def _misfit(self, limit: int, sequence: ScheduledSequence) -> RowError | None:
         if limit > self.context:
             message = f"prompt and max_new_tokens are {limit} tokens, the context is "

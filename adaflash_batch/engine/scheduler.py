@@ -144,6 +144,12 @@ class Scheduler:
         planned.append(Scheduled(sequence, count, 0))
         return count
 
+    def drop_waiting(self) -> list[Sequence]:
+        """Forget those that wait; they are returned."""
+        dropped = list(self.waiting)
+        self.waiting.clear()
+        return dropped
+
     def _can_admit(self) -> bool:
         return bool(self.waiting and self._slots)
 

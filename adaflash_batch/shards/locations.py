@@ -19,6 +19,7 @@ LOCAL = fs.LocalFileSystem()
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 # What may stand in a URI as it is. `%` too: a person who escapes does it everywhere.
 _SAFE_IN_URI = "/%:@!$&'()+,;=-._~"
+_OBJECT_STORES = frozenset({"s3", "gcs", "abfs"})
 _MAGIC = re.compile(r"[*?[]")
 
 
@@ -51,9 +52,22 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
+def location(filesystem: Any, path: str) -> str:
+    """What `locate` finds a file by: its path, or its URI."""
+    scheme = {"gcs": "gs", "abfs": "abfs"}.get(filesystem.type_name, filesystem.type_name)
+    return path if is_local(filesystem) else f"{scheme}://{path}"
+
+
 def is_local(filesystem: Any) -> bool:
     """Whether paths of the filesystem are paths of this machine."""
     return isinstance(filesystem, fs.LocalFileSystem)
+
+
+def has_rename(filesystem: Any) -> bool:
+    """Whether a file may be renamed over another one at once; object stores copy and delete."""
+    kind = filesystem.type_name
+    # Of those behind fsspec it is not known: a torn part shows, since its footer is its end.
+    return is_local(filesystem) or not (kind in _OBJECT_STORES or kind.startswith("py::"))
 
 
 def is_pattern(path: str) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from adaflash_batch.request import RowKey
 from adaflash_batch.shards.parquet import ShardInfo
+from adaflash_batch.shards.portion import Portion
 from adaflash_batch.shards.reader import Chunk
 from adaflash_batch.shards.recovery import Committed
 from adaflash_batch.shards.schema import OutputRow, build_table, output_schema
@@ -22,10 +23,11 @@ class Output:
         prefix: put before the names of our columns.
         infos: the input files.
         fingerprint: of the job.
-        done: the parts that are there already.
+        done: the parts of the portion that are there already.
+        portion: the chunks that this run is for.
 
     Attributes:
-        num_rows: input rows of the whole job.
+        num_rows: input rows of the portion.
         resumed_rows: those that were committed before.
         totals: sums over all parts.
         num_parts: parts written by this process.
@@ -40,6 +42,7 @@ class Output:
         infos: Sequence[ShardInfo],
         fingerprint: str,
         done: Committed,
+        portion: Portion,
     ) -> None:
         self._filesystem = filesystem
         self._path = path
@@ -47,19 +50,20 @@ class Output:
         self._infos = infos
         self._fingerprint = fingerprint
         self._done = done
-        self.num_rows = sum(info.num_rows for info in infos)
+        self._portion = portion
+        self.num_rows = portion.num_rows
         self.resumed_rows = done.totals.num_rows
         self.totals: Totals = done.totals
         self.num_parts = 0
 
     @property
     def num_rows_left(self) -> int:
-        """Input rows that no part holds."""
+        """Input rows of the portion that no part holds."""
         return self.num_rows - self.totals.num_rows
 
     def is_done(self, shard: int, chunk: int) -> bool:
-        """Whether an earlier run committed the chunk."""
-        return self._done.is_done(shard, chunk)
+        """Whether an earlier run committed the chunk, or it is another one's."""
+        return self._done.is_done(shard, chunk) or not self._portion.holds(shard, chunk)
 
     def commit(
         self, chunk: Chunk, rows: Mapping[RowKey, OutputRow], drafter_version: int | None = None

@@ -16,6 +16,7 @@ from pyarrow import fs
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.shards.locations import LOCAL, list_directory, stat
 from adaflash_batch.shards.parquet import ShardInfo
+from adaflash_batch.shards.portion import Portion
 from adaflash_batch.shards.reader import num_chunks
 from adaflash_batch.shards.writer import PART_NAME, TEMPORARY_NAME, PartFooter, Totals
 
@@ -62,11 +63,20 @@ def committed(
     shards: Sequence[ShardInfo],
     chunk_rows: int,
     filesystem: Any = LOCAL,
+    portion: Portion | None = None,
 ) -> Committed:
     """Read the footers of the parts in an output directory and remove our temporary files.
 
     A part that cannot be read counts as missing and is noted: its chunk is done again and the new
     part takes its place. A directory that does not exist holds nothing.
+
+    Args:
+        directory: of the output, in `filesystem`.
+        fingerprint: of the job.
+        shards: its input files.
+        chunk_rows: rows of a chunk.
+        filesystem: that of `directory`.
+        portion: files of other chunks are another run's, which may be writing them; None is all.
 
     Raises:
         ConfigError: a part is of another job, of other input files or of chunks of other rows.
@@ -76,6 +86,8 @@ def committed(
         return found
     for info in list_directory(filesystem, directory):
         if info.type != fs.FileType.File:
+            continue
+        if portion is not None and _is_of_others(info.base_name, portion):
             continue
         if TEMPORARY_NAME.fullmatch(info.base_name):
             with suppress(OSError, pa.ArrowException):
@@ -90,6 +102,14 @@ def committed(
         elif info.base_name.endswith(".parquet") and info.base_name[0] not in "._":
             found.notes.append(f"{info.path} is no part of this job: readers may take it for one")
     return found
+
+
+def _is_of_others(name: str, portion: Portion) -> bool:
+    """Whether a file is a part, whole or not, of a chunk outside the portion."""
+    found = PART_NAME.fullmatch(name) or TEMPORARY_NAME.fullmatch(name)
+    if found is None or int(found[1]) >= len(portion.starts):
+        return False
+    return not portion.holds(int(found[1]), int(found[2]))
 
 
 def _read_footer(filesystem: Any, path: str) -> PartFooter | None:

@@ -1,4 +1,9 @@
-"""Part files: written under a temporary name, made durable, renamed. The rename is the commit."""
+"""Part files. What commits one is a rename, or on an object store the one put.
+
+On filesystems with renames a part is written under a temporary name, made durable, and renamed.
+An object store shows an object whole or not at all, and its renames are copies: there the part is
+put under its name at once.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +25,7 @@ from adaflash_batch.shards.footer import NAMESPACE, PartFooter, Totals, make_foo
 from adaflash_batch.shards.inputs import Shard
 from adaflash_batch.shards.locations import (
     LOCAL,
+    has_rename,
     is_local,
     is_pattern,
     locate,
@@ -42,7 +48,7 @@ __all__ = [
 
 PART_NAME = re.compile(r"part-(\d{5,})-(\d{5,})\.parquet")
 # A leading dot: readers of the directory pass over it.
-TEMPORARY_NAME = re.compile(r"\.part-\d{5,}-\d{5,}\.parquet\.[0-9a-f]{8}\.tmp")
+TEMPORARY_NAME = re.compile(r"\.part-(\d{5,})-(\d{5,})\.parquet\.[0-9a-f]{8}\.tmp")
 
 
 def part_name(shard_index: int, chunk_index: int) -> str:
@@ -71,7 +77,7 @@ def write_part(
         else:
             _write_remote(filesystem, directory, name, temporary, table)
     except (OSError, pa.ArrowException) as error:
-        raise _write_error(f"{directory}/{name}", error) from error
+        raise write_error(f"{directory}/{name}", error) from error
 
 
 def _write_local(directory: Path, name: str, temporary: str, table: Any) -> None:
@@ -92,18 +98,20 @@ def _write_remote(filesystem: Any, directory: str, name: str, temporary: str, ta
     # Closing an upload commits it, also after an error: nothing is opened before all is in hand.
     buffer = pa.BufferOutputStream()
     write_parquet(table, buffer)
-    path = f"{directory}/{temporary}"
+    path = f"{directory}/{temporary if has_rename(filesystem) else name}"
     try:
         with filesystem.open_output_stream(path) as stream:
             stream.write(buffer.getvalue())
-        filesystem.move(path, f"{directory}/{name}")
+        if has_rename(filesystem):
+            filesystem.move(path, f"{directory}/{name}")
     except BaseException:
         with suppress(OSError, pa.ArrowException):
             filesystem.delete_file(path)
         raise
 
 
-def _write_error(path: str, error: Exception) -> AdaflashError:
+def write_error(path: str, error: Exception) -> AdaflashError:
+    """The words for a file of the output that cannot be written."""
     number = getattr(error, "errno", None)
     hint = "what is already committed is unharmed; run the same command again to go on"
     if number in (errno.ENOSPC, errno.EDQUOT):
