@@ -48,7 +48,19 @@ class Contents:
     rows: list[Any]
 
 
-_WORDS = ["hello", "x", "a b", "end\n", "a\0b", "naïve", "👍🏽", "สวัสดี", "<|im_end|>", "<s>hi", "{{ 1 }}"]
+_WORDS = [
+    "hello",
+    "x",
+    "a b",
+    "end\n",
+    "a\0b",
+    "naïve",
+    "👍🏽",
+    "สวัสดี",
+    "<|im_end|>",
+    "<s>hi",
+    "{{ 1 }}",
+]
 _BLANK = ["", " ", "\n\t", "\u3000"]
 texts = st.one_of(
     st.none(),

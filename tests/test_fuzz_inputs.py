@@ -74,7 +74,13 @@ def shards(draw: st.DrawFn, kind: str) -> Shard:
     return Shard(table, said, draw(st.integers(1, 13)), options)
 
 
-@given(files=st.sampled_from(["text", "messages"]).flatmap(lambda kind: st.lists(shards(kind), min_size=1, max_size=3)), chunk_rows=st.integers(1, 13), new=st.integers(1, 2))
+@given(
+    files=st.sampled_from(["text", "messages"]).flatmap(
+        lambda kind: st.lists(shards(kind), min_size=1, max_size=3)
+    ),
+    chunk_rows=st.integers(1, 13),
+    new=st.integers(1, 2),
+)
 def test_every_row_of_any_input_comes_out_once_and_unchanged(
     model: Path, files: list[Shard], chunk_rows: int, new: int
 ) -> None:

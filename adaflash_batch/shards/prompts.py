@@ -128,7 +128,9 @@ def _conversations(array: Any) -> list[tuple[Message, ...] | RowError]:
     if pa.types.is_null(array.type):
         return [_NULL] * len(array)
     starts, lengths = _list_places(array)
-    used = [(start, start + length) for start, length in zip(starts, lengths, strict=True) if length]
+    used = [
+        (start, start + length) for start, length in zip(starts, lengths, strict=True) if length
+    ]
     begin = min((start for start, _ in used), default=0)
     end = max((end for _, end in used), default=0)
     roles, contents = _roles_and_contents(array.values.slice(begin, end - begin))

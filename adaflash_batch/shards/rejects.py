@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import fs
 
@@ -110,29 +109,17 @@ def _rejected_of(
     row = footer.first_row - 1
     columns = [content, f"{prefix}sample", f"{prefix}error"]
     for batch in file.iter_batches(_BATCH_ROWS, columns=columns, use_threads=False):
-        samples = batch.column(columns[1])
-        rows = []
-        for sample in samples.to_pylist():
+        rejected = []
+        prompts, samples, errors = (batch.column(name) for name in columns)
+        for index, (sample, error) in enumerate(
+            zip(samples.to_pylist(), errors.to_pylist(), strict=True)
+        ):
             row += sample == 0
-            rows.append(row)
-        found = pc.indices_nonzero(pc.is_valid(batch.column(columns[2])))
-        if len(found) == 0:
-            continue
-        values = batch.take(found).to_pylist()
-        yield pa.RecordBatch.from_pylist(
-            [
-                {
-                    "input": footer.shard_name,
-                    "row": rows[index],
-                    "sample": value[columns[1]],
-                    **value[columns[2]],
-                    "prompt": _preview(value[content]),
-                    "part": part,
-                }
-                for index, value in zip(found.to_pylist(), values, strict=True)
-            ],
-            schema=SCHEMA,
-        )
+            if error is not None:
+                place = {"input": footer.shard_name, "row": row, "sample": sample, "part": part}
+                rejected.append({**place, **error, "prompt": _preview(prompts[index])})
+        if rejected:
+            yield pa.RecordBatch.from_pylist(rejected, schema=SCHEMA)
 
 
 def _not_committed(errors: OpenErrors, content: str) -> Iterator[Any]:
@@ -143,7 +130,7 @@ def _not_committed(errors: OpenErrors, content: str) -> Iterator[Any]:
             "sample": key.sample,
             "kind": error.kind,
             "message": error.message,
-            "prompt": _preview(chunk.table[content][key.row - chunk.first_row].as_py()),
+            "prompt": _preview(chunk.table[content][key.row - chunk.first_row]),
             "part": None,
         }
         for chunk, key, error in errors
@@ -152,10 +139,13 @@ def _not_committed(errors: OpenErrors, content: str) -> Iterator[Any]:
         yield pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
 
 
-def _preview(prompt: object) -> str | None:
-    if prompt is None:
+def _preview(prompt: Any) -> str | None:
+    """The beginning of a prompt, given as an Arrow scalar; null where it is not text at all."""
+    try:
+        value = prompt.as_py()
+    except UnicodeDecodeError:
         return None
-    text = (
-        prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)
-    )
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return text[:_PROMPT_CHARACTERS]
