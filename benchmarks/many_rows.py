@@ -28,24 +28,10 @@ import pyarrow.parquet as pq
 
 _INTERVAL_S = 0.5
 _BATCH = 10_000
-_WORDS = [
-    "red",
-    "blue",
-    "small",
-    "large",
-    "old",
-    "new",
-    "round",
-    "flat",
-    "cat",
-    "dog",
-    "house",
-    "tree",
-    "river",
-    "stone",
-    "road",
-    "cloud",
-]
+_WORDS = (
+    *("red", "blue", "small", "large", "old", "new", "round", "flat"),
+    *("cat", "dog", "house", "tree", "river", "stone", "road", "cloud"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +152,7 @@ def run_command(log: Path, arguments: Sequence[str]) -> None:
             now = time.monotonic()
             notes.write(json.dumps({"at_s": now, "rows": num_rows, "taken_s": now - began}) + "\n")
 
-        Output.commit = timed  # type: ignore[method-assign]
+        Output.commit = timed  # type: ignore[method-assign, assignment]
         try:
             main(arguments)
         finally:

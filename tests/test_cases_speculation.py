@@ -26,7 +26,6 @@ from tiny import (
     tiny_llama,
 )
 
-from adaflash_batch.engine import assembly
 from adaflash_batch.engine.cost import StepCost
 from adaflash_batch.engine.target import Target
 from adaflash_batch.request import Completion, Request, RowKey, Sampling
@@ -201,7 +200,7 @@ def test_two_files_with_updates_between_leak_nothing(
         targets.append(load(*arguments, **named))
         return targets[-1]
 
-    monkeypatch.setattr(assembly.Target, "load", noted)
+    monkeypatch.setattr(Target, "load", noted)
     summary = run_job(shards, model, tmp_path / "both", keys)
     assert summary.fields["updates"]
     for place, shard in enumerate(shards):

@@ -31,7 +31,7 @@ from adaflash_batch.shards.schema import OUR_COLUMNS
 OURS = [name for name, _ in OUR_COLUMNS]
 # Its end is the end of the last turn, so that the model repeats that.
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}{% endfor %}"
-WRITING = {
+WRITING: dict[str, list[Any]] = {
     "compression": ["snappy", "none", "zstd", "gzip"],
     "use_dictionary": [True, False],
     "data_page_version": ["1.0", "2.0"],

@@ -84,7 +84,7 @@ def _write_local(directory: Path, name: str, temporary: str, table: Any) -> None
     path = directory / temporary
     try:
         with open(path, "xb") as file:
-            write_parquet(table, file)
+            _write_table(table, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(path, directory / name)
@@ -97,7 +97,7 @@ def _write_local(directory: Path, name: str, temporary: str, table: Any) -> None
 def _write_remote(filesystem: Any, directory: str, name: str, temporary: str, table: Any) -> None:
     # Closing an upload commits it, also after an error: nothing is opened before all is in hand.
     buffer = pa.BufferOutputStream()
-    write_parquet(table, buffer)
+    _write_table(table, buffer)
     path = f"{directory}/{temporary if has_rename(filesystem) else name}"
     try:
         with filesystem.open_output_stream(path) as stream:
@@ -108,6 +108,10 @@ def _write_remote(filesystem: Any, directory: str, name: str, temporary: str, ta
         with suppress(OSError, pa.ArrowException):
             filesystem.delete_file(path)
         raise
+
+
+def _write_table(table: Any, target: Any) -> None:
+    write_parquet(table, target)
 
 
 def write_error(path: str, error: Exception) -> AdaflashError:
