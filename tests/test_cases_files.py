@@ -144,6 +144,6 @@ def test_prompts_that_are_no_text_are_listed_among_the_rejected(
     assert run(shard, model, tmp_path / "out").exit_code == 3
     rejected = pq.read_table(tmp_path / "out" / "_adaflash" / "rejects.parquet").to_pylist()
     assert [(row["row"], row["kind"], row["prompt"]) for row in rejected] == [
-        (1, "bad_text", None),
+        (1, "bad_text", "\\xff\\xfe"),
         (2, "null_prompt", None),
     ]

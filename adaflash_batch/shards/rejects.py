@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import fs
 
@@ -109,17 +110,29 @@ def _rejected_of(
     row = footer.first_row - 1
     columns = [content, f"{prefix}sample", f"{prefix}error"]
     for batch in file.iter_batches(_BATCH_ROWS, columns=columns, use_threads=False):
-        rejected = []
-        prompts, samples, errors = (batch.column(name) for name in columns)
-        for index, (sample, error) in enumerate(
-            zip(samples.to_pylist(), errors.to_pylist(), strict=True)
-        ):
+        samples = batch.column(columns[1])
+        rows = []
+        for sample in samples.to_pylist():
             row += sample == 0
-            if error is not None:
-                place = {"input": footer.shard_name, "row": row, "sample": sample, "part": part}
-                rejected.append({**place, **error, "prompt": _preview(prompts[index])})
-        if rejected:
-            yield pa.RecordBatch.from_pylist(rejected, schema=SCHEMA)
+            rows.append(row)
+        found = pc.indices_nonzero(pc.is_valid(batch.column(columns[2])))
+        if len(found) == 0:
+            continue
+        prompts, _, errors = batch.columns
+        yield pa.RecordBatch.from_pylist(
+            [
+                {
+                    "input": footer.shard_name,
+                    "row": rows[index],
+                    "sample": samples[index].as_py(),
+                    **errors[index].as_py(),
+                    "prompt": _preview(prompts[index]),
+                    "part": part,
+                }
+                for index in found.to_pylist()
+            ],
+            schema=SCHEMA,
+        )
 
 
 def _not_committed(errors: OpenErrors, content: str) -> Iterator[Any]:
@@ -139,13 +152,14 @@ def _not_committed(errors: OpenErrors, content: str) -> Iterator[Any]:
         yield pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
 
 
-def _preview(prompt: Any) -> str | None:
-    """The beginning of a prompt, given as an Arrow scalar; null where it is not text at all."""
+def _preview(scalar: Any) -> str | None:
     try:
-        value = prompt.as_py()
-    except UnicodeDecodeError:
+        prompt = scalar.as_py()
+    except UnicodeDecodeError as error:
+        prompt = error.object.decode(errors="backslashreplace")
+    if prompt is None:
         return None
-    if value is None:
-        return None
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = (
+        prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)
+    )
     return text[:_PROMPT_CHARACTERS]
