@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from folders import completions, parts, read_rows, run, tiny_model_folder, write_rows
 
-from adaflash_batch.review.job_output import open_job
+from adaflash_batch.review.job_output import JobOutput
 from adaflash_batch.review.merge import merge
 from adaflash_batch.shards.parquet_form import write_parquet
 
@@ -80,7 +80,7 @@ def test_addresses_and_names_of_every_kind(tmp_path: Path, model: Path, place: s
 def merged(out: Path) -> list[dict[str, Any]]:
     """The rows of `merge`, which finds and keeps what `run` wrote."""
     target = out.with_suffix(".merged.parquet")
-    merge(open_job(str(out)), str(target))
+    merge(JobOutput.open(str(out)), str(target))
     rows: list[dict[str, Any]] = pq.read_table(target).to_pylist()
     return rows
 
