@@ -85,7 +85,7 @@ def measure(model: Path, folder: Path, num_rows: int, chunk_rows: int, new: int)
         memory = [
             (time.monotonic() - began, rss) for rss in _memory_of(process.pid) if _wait(process)
         ]
-    if process.returncode != 0:
+    if process.wait() != 0:
         raise SystemExit((folder / "stderr.txt").read_text())
     commits = [Commit(**json.loads(line)) for line in log.read_text().splitlines()]
     return quarters(commits, memory, began)

@@ -10,6 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 from folders import completions, parts, read_rows, run, tiny_model_folder, write_rows
 
+from adaflash_batch.review.job_output import JobOutput
+from adaflash_batch.review.merge import merge
+from adaflash_batch.shards.parquet_form import write_parquet
+
 PROMPTS = ["one", None, "two", "", "one"]
 
 
@@ -73,6 +77,14 @@ def test_addresses_and_names_of_every_kind(tmp_path: Path, model: Path, place: s
         assert completions(tmp_path / place / "by address") == completions(out)
 
 
+def merged(out: Path) -> list[dict[str, Any]]:
+    """The rows of `merge`, which finds and keeps what `run` wrote."""
+    target = out.with_suffix(".merged.parquet")
+    merge(JobOutput.open(str(out)), str(target))
+    rows: list[dict[str, Any]] = pq.read_table(target).to_pylist()
+    return rows
+
+
 def write_groups(path: Path, tables: list[Any]) -> Path:
     with pq.ParquetWriter(path, tables[0].schema) as writer:
         for table in tables:
@@ -109,6 +121,7 @@ def test_dictionaries_of_row_groups_that_do_not_fit_together(
         times = samples if row % 100 == 99 else 1
         expected += [{"label": value} if nested else value] * times
     assert [row["c"] for row in read_rows(tmp_path / "out")] == expected
+    assert [row["c"] for row in merged(tmp_path / "out")] == expected
 
 
 @pytest.mark.parametrize(
@@ -123,8 +136,6 @@ def test_conversations_of_text_views_are_kept_in_every_chunk(
     text = pa.struct([("role", pa.string()), ("content", pa.string())])
     plain = write_rows(tmp_path / "plain.parquet", {"messages": pa.array(talks, pa.list_(text))})
     shard = tmp_path / "in.parquet"
-    from adaflash_batch.shards.parquet_form import write_parquet
-
     with open(shard, "wb") as file:
         write_parquet(pa.table({"messages": pa.array(talks, make(view))}), file)
     assert pa.types.is_string_view(pq.read_schema(shard).field(0).type.value_type.field(0).type)
@@ -132,6 +143,7 @@ def test_conversations_of_text_views_are_kept_in_every_chunk(
     run(shard, model, tmp_path / "out", keys)
     run(plain, model, tmp_path / "expected", keys)
     assert read_rows(tmp_path / "out") == read_rows(tmp_path / "expected")
+    assert [row["messages"] for row in merged(tmp_path / "out")[::2]] == talks
     for part in parts(tmp_path / "out"):
         assert pq.read_schema(part).field(0) == pq.read_schema(shard).field(0)
 

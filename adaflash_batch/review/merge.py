@@ -14,7 +14,6 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pyarrow import fs
 
 from adaflash_batch.durable import flush
@@ -26,6 +25,7 @@ from adaflash_batch.review.unify import conform, unify
 from adaflash_batch.shards.footer import NAMESPACE
 from adaflash_batch.shards.locations import is_local, locate, real_path, stat
 from adaflash_batch.shards.parquet import inspect_shard, read_batches
+from adaflash_batch.shards.parquet_form import TableWriter
 from adaflash_batch.shards.schema import output_schema
 
 # What is in memory at most, beside one batch of a part (8 MiB where its rows are even).
@@ -107,9 +107,9 @@ def merge(
 def _write(sink: Any, schema: Any, batches: Iterator[Any]) -> int:
     """Write a Parquet file; the number of its rows."""
     rows = 0
-    with pq.ParquetWriter(sink, schema, compression="zstd", write_page_checksum=True) as writer:
+    with TableWriter(sink, schema) as writer:
         for group in _row_groups(batches):
-            writer.write_table(group)
+            writer.write(group)
             rows += group.num_rows
     return rows
 
@@ -193,15 +193,10 @@ def _row_groups(batches: Iterator[Any]) -> Iterator[Any]:
         num_bytes += batch.nbytes
         num_rows += batch.num_rows
         if num_bytes >= _GROUP_BYTES or num_rows >= _GROUP_ROWS:
-            yield _table(waiting)
+            yield pa.Table.from_batches(waiting)
             waiting, num_bytes, num_rows = [], 0, 0
     if waiting:
-        yield _table(waiting)
-
-
-def _table(batches: list[Any]) -> Any:
-    # Different dictionaries in the pieces of a column would make it fall back to plain encoding.
-    return pa.Table.from_batches(batches).unify_dictionaries()
+        yield pa.Table.from_batches(waiting)
 
 
 @contextmanager
