@@ -274,8 +274,8 @@ class AdaptSection(BaseModel):
     """Share of an update's texts that come from the whole job; the rest are the newest."""
     averaging: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share that averaged weights keep of themselves in an update; 0 drafts with the weights."""
-    pull: Annotated[float, Field(ge=0)] = 0.0
-    """Pull back to the weights that a round began with, relative to the learning rate."""
+    pull: Annotated[float, Field(ge=0)] = 100.0
+    """Pull back to the weights that draft, relative to the learning rate; against forgetting."""
     ranks: Count = 1
     """Processes that share each update by DeepSpeed's ZeRO (extra deepspeed)."""
     zero_stage: Annotated[int, Field(ge=1, le=2)] = 1

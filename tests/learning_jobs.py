@@ -28,6 +28,7 @@ QUICK: dict[str, object] = {
     "adapt.batch": 6,
     "adapt.anchors": 8,
     "adapt.rate": 2e-3,
+    "adapt.pull": 0.0,
     "speculation.when": "always",
 }
 _WORDS = ("tell", "me", "why", "rain", "sings", "to", "an", "old", "tin", "roof")

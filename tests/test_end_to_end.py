@@ -46,7 +46,7 @@ def adaflash_batch(place: Path, *arguments: str) -> subprocess.CompletedProcess[
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
 

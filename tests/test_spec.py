@@ -312,8 +312,8 @@ def test_sizes() -> None:
 @pytest.mark.parametrize("path", sorted(JOBS.glob("*.toml")), ids=lambda path: path.name)
 def test_every_job_file_of_the_repository_is_valid(path: Path) -> None:
     spec = JobSpec.from_sources(path)
-    for name in spec.input.paths:
-        assert (JOBS.parent / name).is_file()
+    for name in spec.input.paths:  # a pattern stands for what comes every night
+        assert "*" in name or (JOBS.parent / name).is_file()
 
 
 def test_there_are_job_files() -> None:

@@ -44,7 +44,7 @@ class RoundPlan:
         tolerance: how much worse than what is served, as a share of τ, weights may be to be
             trained on.
         pull: after each update the weights go this share, times the learning rate, of the way back
-            to those that the round began from; 0 is off.
+            to those that are served; 0 is off.
         seed: decides what is drawn.
     """
 

@@ -18,6 +18,7 @@ from adaflash_batch.durable import put_in_place
 from adaflash_batch.request import RowError, RowKey
 from adaflash_batch.shards.footer import PartFooter
 from adaflash_batch.shards.locations import is_local, list_directory, stat
+from adaflash_batch.shards.parquet import read_batches
 from adaflash_batch.shards.reader import Chunk
 from adaflash_batch.shards.writer import PART_NAME, write_error
 
@@ -35,7 +36,6 @@ SCHEMA = pa.schema(
 )
 # For eyes: the prompt itself is in the part.
 _PROMPT_CHARACTERS = 2000
-_BATCH_ROWS = 8192
 
 
 OpenErrors = Iterable[tuple[Chunk, RowKey, RowError]]
@@ -109,7 +109,7 @@ def _rejected_of(
 ) -> Iterator[Any]:
     row = footer.first_row - 1
     columns = [content, f"{prefix}sample", f"{prefix}error"]
-    for batch in file.iter_batches(_BATCH_ROWS, columns=columns, use_threads=False):
+    for batch in read_batches(file, columns=columns):
         samples = batch.column(columns[1])
         rows = []
         for sample in samples.to_pylist():
