@@ -32,6 +32,7 @@ _CHANGES_NO_TEXT = frozenset(
         "engine.token_budget",
         "engine.kv_memory",
         "engine.threads",
+        "engine.share_prefixes",
         "speculation.drafter",
         "speculation.drafter_store",
         "speculation.width",

@@ -124,7 +124,7 @@ WITHOUT_TORCH = [
     *("training.version_commands", "drafter.store"),
     *("durable", "errors", "exchange", "request", "spec", "spec_sections", "spec_sources"),
     "stats",
-    *("engine.pages", "engine.scheduler", "report.live", "summary", "job_facts"),
+    *("engine.pages", "engine.prefixes", "engine.scheduler", "report.live", "summary", "job_facts"),
     *("job", "job_decoding", "job_place", "job_requests", "stopping"),
     *("engine.cost", "engine.cost_curve", "engine.widths", "engine.acceptance"),
     *("engine.lookup", "engine.lookup_acceptance", "engine.suffix_index"),

@@ -16,6 +16,7 @@ from adaflash_batch.drafter.length import ADAFLASH
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.drafter.versions import VersionStore
 from adaflash_batch.drafter.vocabulary import load_vocabulary
+from adaflash_batch.engine.capture import Capture
 from adaflash_batch.engine.cost import StepCost
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.engine.drafting import BlockDrafter, Drafter
@@ -59,6 +60,9 @@ class DecoderPlan:
         kv_bytes: KV memory; None takes a share of what is free.
         context: longest prompt and completion together; None takes the model's.
         threads: CPU threads; None leaves PyTorch's choice.
+        share_prefixes: whether requests that begin alike compute that once.
+        keeps_states: whether states at the layers that the drafter reads are to be kept
+            (`Decoder.capture`), which shared pages need memory for.
     """
 
     folder: Path
@@ -78,6 +82,8 @@ class DecoderPlan:
     kv_bytes: int | None = None
     context: int | None = None
     threads: int | None = None
+    share_prefixes: bool = True
+    keeps_states: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +162,7 @@ def assemble(plan: DecoderPlan, *, notify: Callable[[str], None]) -> Assembly:
         token_budget=max(plan.token_budget, 2),
         kv_tokens=_kv_tokens(plan, target, net),
         context=_context(plan, target),
+        share_prefixes=plan.share_prefixes,
     )
     return Assembly(decoder, origin, facts, _learn_costs(plan, decoder, notify))
 
@@ -260,6 +267,8 @@ def _drafter(origin: Origin, net: DFlash, target: Target) -> Callable[[int], Dra
 def _kv_tokens(plan: DecoderPlan, target: Target, net: DFlash | None) -> int:
     """Tokens that KV memory holds, never more than full concurrency at full length can use."""
     drafted = 0 if net is None else BlockDrafter.bytes_per_token(net)
+    if net is not None and plan.share_prefixes and plan.keeps_states:
+        drafted += Capture.bytes_per_token(len(net.config.target_layer_ids), target)
     block = 0 if net is None else net.config.num_drafts + 1
     per_token = target.bytes_per_token + drafted
     given = plan.kv_bytes if plan.kv_bytes is not None else kv_budget(target.device)
