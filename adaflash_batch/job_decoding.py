@@ -123,7 +123,7 @@ class RowDecoding:
         self._work.journals.close()
         self._assembly.keep_costs(self._reporter.note)
         self._close()
-        self._reporter.finish(self._progress(), [f"output in {self._spec.output.directory}"])
+        self._reporter.finish(self._progress(), [self._last_line()])
 
     def _decode_all(self) -> None:
         requests = self._requests()
@@ -222,7 +222,7 @@ class RowDecoding:
             context=engine.context,
             threads=engine.threads,
             share_prefixes=engine.share_prefixes,
-            keeps_states=spec.adapt.when != "off",
+            shares_states=spec.shares_states,
         )
         assembly = assemble(plan, notify=self._reporter.note)
         decoder = assembly.decoder
@@ -285,6 +285,13 @@ class RowDecoding:
         if origin is None or origin.version is None:
             return f"drafter {speculation.drafter}"
         return f"drafter version {version} of {speculation.drafter_store or self._work.own_store}"
+
+    def _last_line(self) -> str:
+        directory = self._spec.output.directory
+        if self._output.num_rows_left == 0:
+            return f"output in {directory}"
+        done, rows = self._progress().rows_done, self._output.num_rows
+        return f"{done} of {rows} rows are finished in {directory}, the same command does the rest"
 
     def _requests(self) -> Iterator[Request]:
         stream = RequestStream(

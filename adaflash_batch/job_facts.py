@@ -7,7 +7,7 @@ from pathlib import Path
 
 from adaflash_batch import model_files
 from adaflash_batch.shards.columns import ContentColumn, check_sampling_columns, detect_content
-from adaflash_batch.shards.identity import check_ids
+from adaflash_batch.shards.identity import check_id_type, check_ids
 from adaflash_batch.shards.inputs import resolve_inputs
 from adaflash_batch.shards.parquet import ShardInfo, inspect_shard
 from adaflash_batch.shards.schema import output_schema
@@ -45,6 +45,8 @@ def read_inputs(spec: JobSpec, *, check_id_column: bool = True) -> JobInputs:
     for info in infos:
         check_sampling_columns(info.schema, columns, info.shard.path)
         output_schema(info.schema, spec.output.prefix)
+        if id_column is not None:
+            check_id_type(info.schema, id_column, info.shard.path)
     if id_column is not None and check_id_column:
         check_ids([info.shard for info in infos], id_column)
     return JobInputs(infos, content)

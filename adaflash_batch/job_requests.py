@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from adaflash_batch.errors import ConfigError
+from adaflash_batch.admission import refusal
 from adaflash_batch.request import Prompt, Request, RowError, RowKey, Sampling
-from adaflash_batch.sampling_defaults import check_token_ids
 from adaflash_batch.shards.columns import ContentColumn
 from adaflash_batch.shards.open_chunks import OpenChunks
 from adaflash_batch.shards.parquet import ShardInfo
@@ -78,8 +77,8 @@ class RequestStream:
                         yield request
 
     def _requests_of(self, prompt: Prompt, encoded: Encoded | RowError) -> Iterator[Request]:
-        if isinstance(encoded, Encoded) and (error := self._bad_token_id(prompt, encoded)):
-            encoded = error
+        if isinstance(encoded, Encoded):
+            encoded = refusal(prompt, encoded, self._vocab_size) or encoded
         if isinstance(encoded, RowError):
             self._chunks.refuse(prompt, encoded)
             self._figures.num_rows += 1
@@ -94,18 +93,6 @@ class RequestStream:
                 stop_watch=self._codec.watch(prompt.sampling),
                 truncated_tokens=encoded.truncated_tokens,
             )
-
-    def _bad_token_id(self, prompt: Prompt, encoded: Encoded) -> RowError | None:
-        vocab_size = self._vocab_size
-        highest = max(encoded.token_ids)
-        if highest >= vocab_size:
-            message = f"the tokenizer makes it token {highest}, the model's vocabulary has "
-            return RowError("unknown_token", f"{message}{vocab_size}")
-        try:
-            check_token_ids(prompt.sampling, vocab_size)
-        except ConfigError as error:
-            return RowError("bad_sampling", error.message)
-        return None
 
 
 def _is_found(prompt: Prompt, found: Collection[RowKey]) -> bool:

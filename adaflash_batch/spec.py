@@ -87,6 +87,11 @@ class JobSpec(BaseModel):
             given.add_flag(key, value)
         return _build(given)
 
+    @property
+    def shares_states(self) -> bool:
+        """Whether pages that requests share need memory for what a drafter learns from."""
+        return self.engine.share_prefixes and self.adapt.when != "off"
+
     def text_fields(self) -> dict[str, object]:
         """Everything that changes a text or the layout of files: `section.key` -> JSON value.
 

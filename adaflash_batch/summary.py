@@ -96,12 +96,15 @@ def summarise(
     """
     totals, counts = output.totals, run.counts
     speed = run.output_tokens / run.decode_s if run.decode_s > 0 else None
+    finished = output.resumed_rows + run.journaled_rows + run.num_rows
     code = _EXIT_CODES.get(status, EXIT_ROW_ERRORS if totals.num_errors else 0)
     fields: dict[str, object] = {
         "status": status,
         "exit_code": code,
         "rows": totals.num_rows,
         "missing_rows": output.num_rows_left,
+        # Finished, while their chunks are not whole: kept in journals, or errors that show again.
+        "open_rows": finished - totals.num_rows,
         "resumed_rows": output.resumed_rows + run.journaled_rows,
         "output_rows": totals.num_output_rows,
         "errors": max(totals.num_errors, run.num_errors),

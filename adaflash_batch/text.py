@@ -175,6 +175,17 @@ class TextCodec:
         """A new watch for one request, None when it has no stop strings."""
         return StopStrings(self._detokeniser, sampling.stop) if sampling.stop else None
 
+    def spells_special_tokens(self, prompt: Prompt) -> bool:
+        """Whether the row's own text contains that of a special token."""
+        own = prompt.content or ""
+        parts = [own] if isinstance(own, str) else [part for turn in own for part in turn]
+        return any(map(self._literal.is_spelt_in, parts))
+
+    def rendered(self, prompt: Prompt) -> str | None:
+        """The text that is tokenised, before anything is cut; None for a row with an error."""
+        draft = self._draft(prompt)
+        return None if isinstance(draft, RowError) else self._literal.unquote(draft.text)
+
     def _draft(self, prompt: Prompt) -> _Draft | RowError:
         if prompt.error is not None:
             return prompt.error

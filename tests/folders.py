@@ -155,7 +155,14 @@ def run(
     *,
     listener: Listener | None = None,
 ) -> Summary:
-    """Run a job in float32; `keys` are its further settings by `section.key`.
+    """Run a job; see `spec_of`."""
+    return run_job(spec_of(paths, model, out, keys), reporter=listener or Listener())
+
+
+def spec_of(
+    paths: Path | Sequence[Path], model: Path, out: Path, keys: Mapping[str, object] | None = None
+) -> JobSpec:
+    """A job in float32; `keys` are its further settings by `section.key`.
 
     A drafter drafts in every step, whole blocks are verified and nothing is looked up, so that no
     counter depends on how long steps take.
@@ -174,8 +181,7 @@ def run(
     }
     if any(key.startswith("speculation.drafter") for key in keys or {}):
         given |= {"speculation.when": "always", "speculation.widths": "fixed"}
-    spec = JobSpec.from_sources(flags={**given, **(keys or {})})
-    return run_job(spec, reporter=listener or Listener())
+    return JobSpec.from_sources(flags={**given, **(keys or {})})
 
 
 def parts(out: Path) -> list[Path]:

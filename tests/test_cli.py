@@ -211,7 +211,10 @@ def test_nothing_at_all_prints_the_help(capfd: pytest.CaptureFixture[str]) -> No
     assert "Usage: " in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"], ["run"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["run", "--help"], ["check", "--help"], ["--version"], ["run"], ["check"]],
+)
 def test_help_and_usage_errors_load_nothing_heavy(arguments: list[str]) -> None:
     program = (
         "import sys\n"

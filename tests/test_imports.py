@@ -21,17 +21,8 @@ LAYERS: list[set[str]] = [
     {"shards", "engine", "adapt", "report"},
     {"drafter", "kernels"},
     {
-        *(
-            "errors",
-            "durable",
-            "stopping",
-            "stats",
-            "request",
-            "spec",
-            "spec_sections",
-            "spec_sources",
-        ),
-        "exchange",
+        *("errors", "durable", "stopping", "stats", "request", "exchange"),
+        *("spec", "spec_sections", "spec_sources", "cli_flags", "admission"),
         "sampling_defaults",
         *("text", "detokenise", "special_tokens", "models", "model_files", "gguf"),
     },
@@ -120,12 +111,14 @@ def test_the_walk_sees_late_imports(tmp_path: Path) -> None:
 
 
 WITHOUT_TORCH = [
-    *("cli", "training.commands", "training.plan", "training.prompts"),
+    *("cli", "cli_flags", "training.commands", "training.plan", "training.prompts"),
     *("training.version_commands", "drafter.store"),
     *("durable", "errors", "exchange", "request", "spec", "spec_sections", "spec_sources"),
     "stats",
     *("engine.pages", "engine.prefixes", "engine.scheduler", "report.live", "summary", "job_facts"),
+    *(f"review.{name}" for name in ("check", "check_command", "check_view", "rows_file")),
     *("job", "job_decoding", "job_place", "job_requests", "stopping"),
+    *("engine.memory", "engine.machine"),
     *("engine.cost", "engine.cost_curve", "engine.widths", "engine.acceptance"),
     *("engine.lookup", "engine.lookup_acceptance", "engine.suffix_index"),
     *("adapt.balance", "adapt.control", "adapt.replay", "adapt.round_report"),

@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from adaflash_batch.errors import ConfigError
-from adaflash_batch.shards import identity
+from adaflash_batch.shards import hashes, identity
 from adaflash_batch.shards.identity import check_ids
 from adaflash_batch.shards.inputs import Shard, resolve_inputs
 
@@ -54,12 +55,38 @@ def test_repeat_in_one_file_over_row_groups(tmp_path: Path) -> None:
 def test_repeat_across_the_blocks_of_the_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(identity, "_SORT_BLOCK", 2)
+    monkeypatch.setattr(hashes, "_BLOCK", 2)
     for repeated in range(7):
         shards = files(tmp_path, pa.array([*range(7), repeated]))
         with pytest.raises(ConfigError, match=f"{repeated} twice"):
             check_ids(shards, "id")
     check_ids(files(tmp_path, pa.array(range(8))), "id")
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 100])
+def test_every_row_of_a_bad_id_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr(hashes, "_BLOCK", block)
+    shards = files(tmp_path, pa.array([7, 8, 7, None, 7]), pa.array([8, 9, 7, None, 7]))
+    found = {(bad.shard.index, bad.row): bad for bad in identity.bad_ids(shards, "id")}
+    assert sorted(found) == [(0, 2), (0, 3), (0, 4), (1, 0), (1, 2), (1, 3), (1, 4)]
+    assert len(list(identity.bad_ids(shards, "id"))) == len(found)
+    assert found[0, 3].row_id is None
+    assert found[1, 3].first is None
+    assert found[1, 0].first == (shards[0], 1)
+    assert found[1, 4].first == (shards[0], 0)
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 100])
+def test_repeats_are_counted_across_blocks(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(hashes, "_BLOCK", block)
+    with hashes.Hashes() as kept:
+        assert kept.num_repeats() == 0
+        for values in ([5, 1, 5], [], [5, 2**64 - 1, 1]):
+            kept.add(np.array(values, dtype=np.uint64))
+        assert kept.num_repeats() == 3
+        assert sorted(value for some in kept.repeated() for value in some) == [1, 5]
 
 
 def test_equal_hashes_of_different_ids_are_no_repeat(

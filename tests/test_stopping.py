@@ -115,6 +115,7 @@ def test_a_signal_finishes_what_is_decoded_and_the_next_run_the_rest(
         assert (code, last["status"]) == (75, "interrupted")
         assert f"stopping after {number.name}" in err
         assert last["resumed_rows"] == kept
+        assert last["open_rows"] == num_journaled(place, "told")
         assert parts(place / "told") == []
         assert kept + 20 <= num_journaled(place, "told") < NUM_ROWS
         kept = num_journaled(place, "told")

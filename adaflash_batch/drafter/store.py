@@ -60,8 +60,7 @@ def versions_of(
         tokenizer_digest: `model_files.tokenizer_digest`.
     """
     store = Path(store)
-    facts = {"weights": identity["weights"], "tokenizer_sha256": tokenizer_digest}
-    digits = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:_DIGITS]
+    facts, digits = _facts(identity, tokenizer_digest)
     found = _folder_with(store, digits, facts)
     if found is not None:
         return found
@@ -73,6 +72,14 @@ def versions_of(
             said = json.dumps({"name": name, **facts}, indent=2) + "\n"
             write_whole(found / MODEL, said.encode())
         return found
+
+
+def known_versions_of(
+    store: str | Path, identity: Mapping[str, str], tokenizer_digest: str | None
+) -> Path | None:
+    """The same folder where it is there; None where it would have to be made."""
+    facts, digits = _facts(identity, tokenizer_digest)
+    return _folder_with(Path(store), digits, facts)
 
 
 def is_store(path: str | Path) -> bool:
@@ -107,6 +114,14 @@ def find_versions(store: str | Path, model: str | None = None) -> Path:
     if model is not None:
         raise ConfigError(f"{store} has {len(fitting)} models called {model}", f"it has {known}")
     raise ConfigError(f"{store} has {len(models)} models", f"say which with --model: {known}")
+
+
+def _facts(
+    identity: Mapping[str, str], tokenizer_digest: str | None
+) -> tuple[dict[str, str | None], str]:
+    """What a model is known by in a store, and the digits of it in the name of its folder."""
+    facts = {"weights": identity["weights"], "tokenizer_sha256": tokenizer_digest}
+    return facts, hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:_DIGITS]
 
 
 def _folder_with(store: Path, digits: str, facts: Mapping[str, object]) -> Path | None:

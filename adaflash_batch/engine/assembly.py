@@ -16,17 +16,15 @@ from adaflash_batch.drafter.length import ADAFLASH
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.drafter.versions import VersionStore
 from adaflash_batch.drafter.vocabulary import load_vocabulary
-from adaflash_batch.engine.capture import Capture
 from adaflash_batch.engine.cost import StepCost
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.engine.drafting import BlockDrafter, Drafter
 from adaflash_batch.engine.lookup import Lookup
-from adaflash_batch.engine.memory import kv_budget
+from adaflash_batch.engine.memory import kv_budget, kv_tokens, longest_context
 from adaflash_batch.engine.policy import WHOLE_BLOCKS, Policy
 from adaflash_batch.engine.profile import about
 from adaflash_batch.engine.target import Target
 from adaflash_batch.errors import ConfigError
-from adaflash_batch.kernels.page_size import PAGE
 
 _DTYPES = {
     "auto": None,
@@ -61,8 +59,8 @@ class DecoderPlan:
         context: longest prompt and completion together; None takes the model's.
         threads: CPU threads; None leaves PyTorch's choice.
         share_prefixes: whether requests that begin alike compute that once.
-        keeps_states: whether states at the layers that the drafter reads are to be kept
-            (`Decoder.capture`), which shared pages need memory for.
+        shares_states: whether pages that they share need memory for the states that the drafter
+            reads, too: where these are kept of requests (`Decoder.capture`).
     """
 
     folder: Path
@@ -83,7 +81,7 @@ class DecoderPlan:
     context: int | None = None
     threads: int | None = None
     share_prefixes: bool = True
-    keeps_states: bool = False
+    shares_states: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,28 +263,18 @@ def _drafter(origin: Origin, net: DFlash, target: Target) -> Callable[[int], Dra
 
 
 def _kv_tokens(plan: DecoderPlan, target: Target, net: DFlash | None) -> int:
-    """Tokens that KV memory holds, never more than full concurrency at full length can use."""
-    drafted = 0 if net is None else BlockDrafter.bytes_per_token(net)
-    if net is not None and plan.share_prefixes and plan.keeps_states:
-        drafted += Capture.bytes_per_token(len(net.config.target_layer_ids), target)
+    drafted = 0
+    if net is not None:
+        drafted = BlockDrafter.bytes_per_token(net, keeps_states=plan.shares_states)
     block = 0 if net is None else net.config.num_drafts + 1
-    per_token = target.bytes_per_token + drafted
-    given = plan.kv_bytes if plan.kv_bytes is not None else kv_budget(target.device)
-    longest = -(-(_context(plan, target) + block) // PAGE) * PAGE
-    tokens = min(given // per_token, plan.concurrency * longest)
-    if tokens < PAGE:
-        raise ConfigError(
-            f"{given / 2**20:.1f} MiB of KV memory hold {tokens} tokens of {plan.name} "
-            f"({per_token / 2**10:.1f} KiB each), a page has {PAGE}",
-            "give more with --kv-memory",
-        )
-    return tokens
+    return kv_tokens(
+        plan.kv_bytes if plan.kv_bytes is not None else kv_budget(target.device),
+        target.bytes_per_token + drafted,
+        concurrency=plan.concurrency,
+        longest=_context(plan, target) + block,
+        model=plan.name,
+    )
 
 
 def _context(plan: DecoderPlan, target: Target) -> int:
-    if plan.context is not None and plan.context > target.context:
-        raise ConfigError(
-            f"a context of {plan.context} is asked for, {plan.name} was made for {target.context}",
-            "give at most that with --context",
-        )
-    return plan.context or target.context
+    return longest_context(plan.context, target.context, plan.name)

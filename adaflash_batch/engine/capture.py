@@ -94,11 +94,6 @@ class Capture:
             dtype, device = self._target.dtype, self._target.device
             return torch.empty(rows, columns, dtype=dtype, device=device)
 
-    @staticmethod
-    def bytes_per_token(num_layers: int, target: Target) -> int:
-        """Memory that a token takes in a page that requests share."""
-        return num_layers * target.hidden_size * target.dtype.itemsize
-
     def share(self, rows: Tensor, places: Tensor) -> None:
         """Keep what the last pass computed of these packed rows, beside the pages they are in.
 

@@ -6,10 +6,15 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+from adaflash_batch.errors import ConfigError
+from adaflash_batch.kernels.page_size import PAGE
 
-_SHARE = 0.4
+if TYPE_CHECKING:
+    import torch
+
+SHARE = 0.4
 _CGROUP = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
 
@@ -17,8 +22,54 @@ _PROC = Path("/proc")
 def kv_budget(device: torch.device) -> int:
     """Bytes for KV pages unless somebody says otherwise: 40% of what is free on the device."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * _SHARE)
-    return int(free_memory() * _SHARE)
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0] * SHARE)
+    return int(free_memory() * SHARE)
+
+
+def longest_context(asked: int | None, made_for: int, model: str) -> int:
+    """Tokens that prompt and completion may have together.
+
+    Raises:
+        ConfigError: more is asked for than the model was made for.
+    """
+    if asked is not None and asked > made_for:
+        raise ConfigError(
+            f"a context of {asked} is asked for, {model} was made for {made_for}",
+            "give at most that with --context",
+        )
+    return asked or made_for
+
+
+def kv_tokens(
+    num_bytes: int, bytes_per_token: int, *, concurrency: int, longest: int, model: str
+) -> int:
+    """Tokens that KV memory holds, never more than full concurrency at full length can use.
+
+    Args:
+        num_bytes: of KV memory.
+        bytes_per_token: target's and drafter's.
+        concurrency: most requests at once.
+        longest: tokens that one of them needs room for at the most.
+        model: what the user calls it.
+
+    Raises:
+        ConfigError: not even one page fits.
+    """
+    tokens = min(num_bytes // bytes_per_token, concurrency * pages_of(longest) * PAGE)
+    if tokens < PAGE:
+        raise ConfigError(
+            f"{num_bytes / 2**20:.1f} MiB of KV memory hold {tokens} tokens of {model} "
+            f"({bytes_per_token / 2**10:.1f} KiB each), a page has {PAGE}",
+            "give more with --kv-memory",
+        )
+    return tokens
+
+
+def pages_of(num_tokens: int) -> int:
+    """Pages that so many tokens of one request take."""
+    return -(-num_tokens // PAGE)
 
 
 def free_memory() -> int:

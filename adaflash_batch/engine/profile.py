@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from adaflash_batch.engine.cost import StepCost
 from adaflash_batch.engine.drafting import DraftBatch, Drafter
+from adaflash_batch.engine.machine import processor
 from adaflash_batch.engine.target import Target
 from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.kernels.paged_attention import KVLayer, PackedStep
@@ -108,7 +107,7 @@ def about(target: Target, drafter: str) -> str:
     """What the figures hold for: the machine and the shapes of target and drafter, as JSON."""
     device = target.device
     facts = {
-        "machine": _processor() if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "machine": processor() if device.type == "cpu" else torch.cuda.get_device_name(device),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "attention": target.attention_note() or "fast",
@@ -118,11 +117,3 @@ def about(target: Target, drafter: str) -> str:
         "torch": torch.__version__,
     }
     return json.dumps(facts, sort_keys=True)
-
-
-def _processor() -> str:
-    """Its name, as far as the system tells."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

@@ -341,7 +341,12 @@ class Speculator:
 def reserved_tokens(drafter: Drafter | None, lookup: Lookup | None) -> int:
     """Positions behind an anchor that a request's pages must cover."""
     block = 0 if drafter is None else drafter.block_size
-    return max(block, 0 if lookup is None else _MOST_LOOKED_UP + 1)
+    return reserved_for(block, looks_up=lookup is not None)
+
+
+def reserved_for(block_size: int, *, looks_up: bool) -> int:
+    """The same from the drafter's block, 0 without a drafter."""
+    return max(block_size, _MOST_LOOKED_UP + 1 if looks_up else 0)
 
 
 def _expected(guess: Guess | None, width: int) -> float:

@@ -58,7 +58,10 @@ def inspect_shard(shard: Shard) -> ShardInfo:
 def open_shard(shard: Shard) -> Iterator[Any]:
     """A `pyarrow.parquet.ParquetFile`; whatever goes wrong while it is open becomes InputError."""
     with _reporting(shard), shard.filesystem.open_input_file(shard.path) as source:
-        yield pq.ParquetFile(source, buffer_size=_READ_BUFFER, pre_buffer=False)
+        # Checksums of pages, where a file has them, tell damage that still decodes to something.
+        yield pq.ParquetFile(
+            source, buffer_size=_READ_BUFFER, pre_buffer=False, page_checksum_verification=True
+        )
 
 
 def read_batches(

@@ -118,18 +118,18 @@ def _rejected_of(
         found = pc.indices_nonzero(pc.is_valid(batch.column(columns[2])))
         if len(found) == 0:
             continue
-        values = batch.take(found).to_pylist()
+        prompts, _, errors = batch.columns
         yield pa.RecordBatch.from_pylist(
             [
                 {
                     "input": footer.shard_name,
                     "row": rows[index],
-                    "sample": value[columns[1]],
-                    **value[columns[2]],
-                    "prompt": _preview(value[content]),
+                    "sample": samples[index].as_py(),
+                    **errors[index].as_py(),
+                    "prompt": _preview(prompts[index]),
                     "part": part,
                 }
-                for index, value in zip(found.to_pylist(), values, strict=True)
+                for index in found.to_pylist()
             ],
             schema=SCHEMA,
         )
@@ -143,7 +143,7 @@ def _not_committed(errors: OpenErrors, content: str) -> Iterator[Any]:
             "sample": key.sample,
             "kind": error.kind,
             "message": error.message,
-            "prompt": _preview(chunk.table[content][key.row - chunk.first_row].as_py()),
+            "prompt": _preview(chunk.table[content][key.row - chunk.first_row]),
             "part": None,
         }
         for chunk, key, error in errors
@@ -152,7 +152,11 @@ def _not_committed(errors: OpenErrors, content: str) -> Iterator[Any]:
         yield pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
 
 
-def _preview(prompt: object) -> str | None:
+def _preview(scalar: Any) -> str | None:
+    try:
+        prompt = scalar.as_py()
+    except UnicodeDecodeError as error:
+        prompt = error.object.decode(errors="backslashreplace")
     if prompt is None:
         return None
     text = (

@@ -137,7 +137,7 @@ def prepare_output(directory: str, shards: Sequence[Shard]) -> tuple[Any, str]:
         raise ConfigError(f"the output directory {directory} is a file", "name a directory")
     for shard in shards:
         if shard.filesystem == filesystem:
-            _refuse_overlap(filesystem, path, shard)
+            refuse_overlap(filesystem, path, shard)
     try:
         filesystem.create_dir(path, recursive=True)
         probe = f"{path}/.adaflash-{secrets.token_hex(4)}.tmp"
@@ -151,7 +151,8 @@ def prepare_output(directory: str, shards: Sequence[Shard]) -> tuple[Any, str]:
     return filesystem, path
 
 
-def _refuse_overlap(filesystem: Any, output: str, shard: Shard) -> None:
+def refuse_overlap(filesystem: Any, output: str, shard: Shard) -> None:
+    """ConfigError if an output directory holds an input file, or would be input to a later run."""
     hint = "name another directory with --out"
     resolve = os.path.realpath if is_local(filesystem) else str
     output, source, origin = (

@@ -1,0 +1,1 @@
+"""Commands that look at inputs and at outputs: check, status, verify, merge."""
