@@ -15,6 +15,7 @@ from test_adoption import MEMBERS, net_of, weights_of
 from tiny import (
     ARCHITECTURES,
     VOCABULARY,
+    ScriptedDrafter,
     as_requests,
     guessing,
     random_prompts,
@@ -25,7 +26,10 @@ from torch import Tensor
 
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.engine.drafting import BlockDrafter, Draft, DraftBatch, Drafter
+from adaflash_batch.engine.late_context import LateContext
 from adaflash_batch.engine.lookup import Lookup
+from adaflash_batch.engine.packing import PageTable
+from adaflash_batch.engine.scheduler import Sequence
 from adaflash_batch.engine.target import Target
 from adaflash_batch.exchange import DrafterWeights, Trajectory, WeightsMailbox
 from adaflash_batch.kernels.page_size import PAGE
@@ -199,6 +203,32 @@ def test_drafts_are_those_of_requests_that_share_nothing(
     both = ours.keys() & theirs.keys()
     assert len(both) > 60
     assert {place: ours[place] for place in both} == {place: theirs[place] for place in both}
+
+
+class Absorbing(ScriptedDrafter):
+    """Notes the positions that it takes in."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda key, position: [])
+        self.positions: list[int] = []
+
+    def absorb(self, step: PackedStep, positions: Tensor, features: Tensor) -> None:
+        super().absorb(step, positions, features)
+        self.positions += positions.tolist()
+
+
+@pytest.mark.parametrize("comes_on", [True, False])
+def test_what_waits_of_a_preempted_request_is_not_written_to_its_new_pages(comes_on: bool) -> None:
+    """They may be shared by now, and hold what another request computed."""
+    drafter, sequence = Absorbing(), Sequence(known=150, limit=200, pages=[5, 6, 7, 8, 9], slot=0)
+    late = LateContext(drafter, PageTable(1, 200))
+    late.add([sequence], [60], [36], torch.zeros(36, 64))
+    sequence.num_preemptions += 1
+    sequence.pages, sequence.computed = [0, 1, 2, 3, 4], 3 * PAGE
+    if comes_on:
+        late.add([sequence], [3 * PAGE], [4], torch.zeros(4, 64))
+    late.hand_over()
+    assert drafter.positions == (list(range(96, 100)) if comes_on else [])
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
