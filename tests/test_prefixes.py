@@ -184,6 +184,8 @@ class Machine:
         assert all(extra[page] == 1 for page in named)
         assert prefixes.num_available == pool.num_pages - len(owners)
         assert all(not each.pages and each.computed == 0 for each in self.scheduler.waiting)
+        for queue in (self.scheduler.running, list(self.scheduler.waiting)):
+            assert queue == sorted(queue, key=lambda sequence: sequence.arrival)
 
 
 TEMPLATES = [[0] * 5 * PAGE, [0] * 70 + [1] * 3 * PAGE, [0, 1] * 2 * PAGE]
@@ -288,6 +290,7 @@ def test_whoever_waits_for_a_page_keeps_its_place() -> None:
     # Three places: one computes, one waits for it, and only the third is left for others.
     assert planned_rows(machine) == [0, 2]
     assert planned_rows(machine) == [0, 2, 1]
+    assert [s.arrival for s in machine.scheduler.running] == [0, 1, 2]
     machine = machine_of(num_slots=2)
     for prompt in (alike, [*alike, 5], other):
         machine.add(prompt, 9, shares=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
@@ -24,6 +25,7 @@ class Sequence:
         keys: names of its prompt's whole pages (prefixes.py); none where it shares nothing.
         pages: the pages that hold them, in order.
         slot: row of the page table while running, -1 otherwise.
+        arrival: its number, in the order in which they came.
         num_preemptions: how often it was sent back to wait.
     """
 
@@ -33,6 +35,7 @@ class Sequence:
     computed: int = 0
     pages: list[int] = field(default_factory=list)
     slot: int = -1
+    arrival: int = 0
     num_preemptions: int = 0
 
     @property
@@ -75,9 +78,9 @@ class Scheduler:
         assert max_running >= 1
         assert token_budget >= 2
         self.pool, self.prefixes = pool, PrefixCache(pool)
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # longest-waiting first
-        self.num_preemptions = self.num_shared = 0
+        self.running: list[Sequence] = []  # in order of arrival
+        self.waiting: deque[Sequence] = deque()  # likewise
+        self.num_preemptions = self.num_shared = self._num_added = 0
         self._token_budget = token_budget
         self._reserve = reserve
         self._slots = list(range(max_running - 1, -1, -1))
@@ -89,6 +92,8 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; it must fit an empty pool."""
         assert self.pages_for(sequence) <= self.pool.num_pages
+        sequence.arrival = self._num_added
+        self._num_added += 1
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -162,7 +167,8 @@ class Scheduler:
             room -= self.prefixes.num_idle(found)
             if budget <= 0 or room < 0:
                 break
-            if in_the_making.intersection(self._shareable(sequence)[len(found) :][:1]):
+            lacking = self._shareable(sequence)[len(found) :]
+            if lacking and lacking[0] in in_the_making:
                 continue
             self._begin(sequence, found)
             in_the_making.update(sequence.keys[len(found) :])
@@ -177,7 +183,7 @@ class Scheduler:
         if sequence.num_preemptions == 0:
             self.num_shared += sequence.computed
         sequence.slot = self._slots.pop()
-        self.running.append(sequence)
+        insort(self.running, sequence, key=_arrival)
 
     def _shareable(self, sequence: Sequence) -> tuple[bytes, ...]:
         """Names of the pages that it may have from others: its last token is its own to compute."""
@@ -227,7 +233,7 @@ class Scheduler:
         self._vacate(sequence)
         sequence.computed = 0
         sequence.num_preemptions += 1
-        self.waiting.appendleft(sequence)
+        insort(self.waiting, sequence, key=_arrival)
         self.num_preemptions += 1
 
     def _vacate(self, sequence: Sequence) -> None:
@@ -235,6 +241,10 @@ class Scheduler:
         sequence.pages = []
         self._slots.append(sequence.slot)
         sequence.slot = -1
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival
 
 
 def _pages(num_tokens: int) -> int:
