@@ -35,6 +35,7 @@ from adaflash_batch.exchange import DrafterWeights, Trajectory, WeightsMailbox
 from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.kernels.paged_attention import PackedStep
 from adaflash_batch.request import Completion, Request, RowKey, Sampling
+from adaflash_batch.spec import JobSpec
 
 ENDS = frozenset([2])
 COMMON = [3 + (7 * at) % (VOCABULARY - 3) for at in range(100)]
@@ -274,6 +275,17 @@ def test_pages_are_not_kept_beyond_what_they_hold(llama: Target) -> None:
         run.add(again)
         assert run.decoder.num_shared == 96 * (number + 1)
     assert run.done[again[0].key].token_ids == run.done[request.key].token_ids
+
+
+def test_kv_memory_covers_the_states_of_shared_pages(llama: Target) -> None:
+    config, numbers = MEMBERS["dspark"], BlockDrafter.numbers_per_token
+    num_states = len(config.target_layer_ids) * llama.hidden_size
+    assert numbers(config, keeps_states=True) - numbers(config) == num_states
+    learning = JobSpec.from_sources(flags={"input.paths": ["x.parquet"]})
+    assert learning.shares_states
+    for override in ("adapt.when=off", "engine.share_prefixes=false"):
+        spec = JobSpec.from_sources(None, [override], {"input.paths": ["x.parquet"]})
+        assert not spec.shares_states
 
 
 def test_a_job_says_what_was_shared(tmp_path: Path) -> None:
