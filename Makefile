@@ -26,7 +26,7 @@ test: $(READY) $(SEVERAL_RANKS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile
 
 clean:
 	rm -rf $(VENV) out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

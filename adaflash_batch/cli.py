@@ -15,6 +15,7 @@ import typer
 from adaflash_batch.cli_flags import job_parameters, read_spec
 from adaflash_batch.errors import AdaflashError, LockedError
 from adaflash_batch.review.check_command import add_check
+from adaflash_batch.review.commands import add_commands
 from adaflash_batch.spec import JobSpec
 from adaflash_batch.training import commands as drafter_commands
 
@@ -120,3 +121,4 @@ run.__signature__ = inspect.Signature(list(job_parameters()))  # type: ignore[at
 app.command(help=" ".join((run.__doc__ or "").split()))(run)
 add_check(app)
 app.add_typer(drafter_commands.app, name="drafter")
+add_commands(app)

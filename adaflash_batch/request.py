@@ -52,7 +52,7 @@ class Sampling:
         stop_token_ids: token ids that end the text, besides the model's own.
         ignore_eos: the model's own end-of-sequence tokens do not end the text.
         seed: with row, sample and position, the key of every random choice.
-        n: completions per prompt.
+        n: completions per prompt, at most `MOST_SAMPLES`.
         logit_bias: (token id, amount added to its logit) pairs, in order of token id.
     """
 
@@ -102,6 +102,8 @@ class Sampling:
 
 
 _FINITE = 1e30
+# All samples of a row are held until its chunk is whole.
+MOST_SAMPLES = 10_000
 _CHECKS = (
     ("temperature", lambda v: 0.0 <= v < _FINITE, "0 or more"),
     ("top_p", lambda v: 0.0 < v <= 1.0, "above 0 and at most 1"),
@@ -114,7 +116,7 @@ _CHECKS = (
     ("max_new_tokens", lambda v: v >= 1, "1 or more"),
     ("stop", lambda v: all(v), "without empty strings"),
     ("seed", lambda v: -(2**63) <= v < 2**64, "a 64-bit integer"),
-    ("n", lambda v: v >= 1, "1 or more"),
+    ("n", lambda v: 1 <= v <= MOST_SAMPLES, f"1 or more, at most {MOST_SAMPLES}"),
 )
 
 

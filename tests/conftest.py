@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from tiny import tiny_model
 
 from adaflash_batch.engine.target import Target
 
 # No test fails for being slow: the machine may be busy.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# For a hunt: pytest tests/test_fuzz_inputs.py --hypothesis-profile hunt --hypothesis-seed random
+settings.register_profile(
+    "hunt", settings.get_profile("patient"), max_examples=5000, phases=[Phase.generate]
+)
 settings.load_profile("patient")
 
 

@@ -67,7 +67,7 @@ def tiny_model_folder(
     return path
 
 
-def echo_model_folder(path: Path) -> Path:
+def echo_model_folder(path: Path, template: str | None = None) -> Path:
     """A model that repeats the last token of its prompt for ever: its layers add nothing."""
     model = tiny_llama(0, vocab_size=VOCABULARY, tie_word_embeddings=True)
     _silence(model)
@@ -75,7 +75,7 @@ def echo_model_folder(path: Path) -> Path:
     # Of one length, so that each is most like itself.
     weight.data = torch.nn.functional.normalize(weight.data, dim=-1)
     model.save_pretrained(path)
-    byte_tokenizer(template=None).save_pretrained(path)
+    byte_tokenizer(template).save_pretrained(path)
     return path
 
 

@@ -117,6 +117,7 @@ WITHOUT_TORCH = [
     "stats",
     *("engine.pages", "engine.prefixes", "engine.scheduler", "report.live", "summary", "job_facts"),
     *(f"review.{name}" for name in ("check", "check_command", "check_view", "rows_file")),
+    *(f"review.{name}" for name in ("status", "status_view", "verify", "verify_view", "merge")),
     *("job", "job_decoding", "job_place", "job_requests", "stopping"),
     *("engine.memory", "engine.machine"),
     *("engine.cost", "engine.cost_curve", "engine.widths", "engine.acceptance"),

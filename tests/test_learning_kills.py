@@ -90,6 +90,13 @@ def share_a_store(folder: Path) -> None:
     in_turns([partial(place.run, name, keys) for name in ("left", "right")], 0)
 
 
+def share_a_job(folder: Path) -> None:
+    """Two runs at once that share one job, its output and the versions beside it."""
+    place = Workplace(folder)
+    shares = [QUICK | {"run.num_shards": 2, "run.shard_index": index} for index in range(2)]
+    in_turns([partial(place.run, "shared", keys) for keys in shares], 0)
+
+
 _PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -98,7 +105,7 @@ import torch
 import transformers.models.llama.modeling_llama
 import test_learning_kills
 torch.set_num_threads(1)
-for name in ("kill_and_resume", "kill_at_random", "share_a_store"):
+for name in ("kill_and_resume", "kill_at_random", "share_a_store", "share_a_job"):
     getattr(test_learning_kills, name)(Path(sys.argv[2]))
 """
 
@@ -233,3 +240,15 @@ def test_two_jobs_share_a_store(place: Workplace) -> None:
     assert store.current() == len(moves) - 1
     for number in store.numbers()[1:]:
         assert store.training_state(number) is not None
+
+
+def test_two_runs_share_a_job_and_what_is_learnt(place: Workplace) -> None:
+    assert place.texts("shared") == place.texts("plain")
+    store, footers = place.store("shared"), place.footers("shared")
+    assert sorted(footer.sequence for footer in footers) == sorted([*range(6)] * 2)
+    newest = max(store.numbers())
+    assert newest > 0
+    for footer in footers:
+        assert 0 <= (footer.drafter_version or 0) <= newest
+    moves = [(move["from"], move["to"]) for move in store.history()]
+    assert [came for _, came in moves] == [*range(len(moves))], "two versions had one number"

@@ -21,6 +21,8 @@ from adaflash_batch.errors import ConfigError
 
 MODEL = "model.json"
 CURRENT = "current"
+# Versions of a model that stay: the newest, and as many ancestors of the current one.
+KEEP = 8
 
 _DIGITS = 12
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._]+")

@@ -33,7 +33,7 @@ from torch import Tensor
 from adaflash_batch.drafter import checkpoint
 from adaflash_batch.drafter.checkpoint import TargetFacts, Write
 from adaflash_batch.drafter.model import DFlash
-from adaflash_batch.drafter.store import CURRENT
+from adaflash_batch.drafter.store import CURRENT, KEEP
 from adaflash_batch.drafter.vocabulary import VOCABULARY, load_vocabulary
 from adaflash_batch.durable import flush, locked, write_whole
 from adaflash_batch.errors import ConfigError
@@ -41,7 +41,6 @@ from adaflash_batch.errors import ConfigError
 VERSION = "version.json"
 TRAINING = "training.safetensors"
 HISTORY = "history.jsonl"
-KEEP = 8
 
 _NAME = re.compile(r"v(\d{6,})")
 _METADATA = "adaflash"

@@ -56,20 +56,23 @@ def is_string_like(arrow_type: Any) -> bool:
 
 
 def is_list_like(arrow_type: Any) -> bool:
-    """Whether values are lists, of fixed size or not."""
+    """Whether values are lists, in any of Arrow's encodings of lists."""
     types = pa.types
     return bool(
         types.is_list(arrow_type)
         or types.is_large_list(arrow_type)
         or types.is_fixed_size_list(arrow_type)
+        or types.is_list_view(arrow_type)
+        or types.is_large_list_view(arrow_type)
     )
 
 
 def is_messages(arrow_type: Any) -> bool:
     """Whether values are lists of structs that have a textual role and a textual content."""
-    if not is_list_like(arrow_type):
+    plain = plain_type(arrow_type)
+    if not is_list_like(plain):
         return False
-    turn = arrow_type.value_type
+    turn = plain_type(plain.value_type)
     if pa.types.is_null(turn):
         return True
     if not pa.types.is_struct(turn):

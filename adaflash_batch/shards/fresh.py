@@ -20,7 +20,7 @@ from adaflash_batch.shards.locations import has_rename, is_local, list_directory
 from adaflash_batch.shards.writer import PART_NAME, write_error
 
 FRESH = "fresh"
-_WHOLE = "whole"
+WHOLE = "whole"
 # What the old job left of its own; of a new one it would tell wrong things.
 _REPLACED = ("summary.json", "rejects.parquet", "drafter", "journal", "job.json")
 
@@ -33,7 +33,7 @@ def fresh_path(output: str) -> str:
 def mark_whole(filesystem: Any, output: str) -> None:
     """The new output is whole: from here on the old one is gone, killed or not."""
     source = fresh_path(output)
-    path = f"{source}/{_WHOLE}"
+    path = f"{source}/{WHOLE}"
     own = [name for name in _REPLACED if _is_there(filesystem, f"{source}/{FOLDER}/{name}")]
     mark = {"parts": _parts(filesystem, source), "own": own}
     try:
@@ -69,7 +69,7 @@ def finish_move(filesystem: Any, output: str) -> bool:
             flush(output)
             flush(f"{output}/{FOLDER}")
         # The mark goes first: without it the rest is only litter, which `discard` removes.
-        filesystem.delete_file(f"{source}/{_WHOLE}")
+        filesystem.delete_file(f"{source}/{WHOLE}")
         discard(filesystem, output)
         return True
     except (OSError, pa.ArrowException) as error:
@@ -90,7 +90,7 @@ def _parts(filesystem: Any, directory: str) -> list[str]:
 
 
 def _read_mark(filesystem: Any, output: str) -> dict[str, list[str]] | None:
-    path = f"{fresh_path(output)}/{_WHOLE}"
+    path = f"{fresh_path(output)}/{WHOLE}"
     if not _is_there(filesystem, path):
         return None
     # A torn one was not flushed, so nothing has been moved.

@@ -74,11 +74,13 @@ def read_batches(
     """Record batches of an open file, each of about 8 MiB where rows are even, or `max_rows`."""
     groups = range(file.metadata.num_row_groups) if row_groups is None else row_groups
     size = min(max_rows, _batch_rows([file.metadata.row_group(group) for group in groups]))
-    # Threads would decode columns side by side with the decoder's own: two cores are better there.
-    batches: Iterator[Any] = file.iter_batches(
-        batch_size=size, row_groups=list(groups), columns=columns, use_threads=False
-    )
-    return batches
+    # A group at a time: Arrow cannot put dictionaries of two of them into one batch, where they
+    # are within structs or lists. Threads would decode columns side by side with the decoder's
+    # own: two cores are better there.
+    for group in groups:
+        yield from file.iter_batches(
+            batch_size=size, row_groups=[group], columns=columns, use_threads=False
+        )
 
 
 def _batch_rows(groups: Sequence[Any]) -> int:

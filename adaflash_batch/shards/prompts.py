@@ -127,23 +127,39 @@ def _conversations(array: Any) -> list[tuple[Message, ...] | RowError]:
     array = _plain(array)
     if pa.types.is_null(array.type):
         return [_NULL] * len(array)
-    lengths = pc.list_value_length(array).to_pylist()
-    # flatten() leaves out what lies under a null list, for fixed-size lists too.
-    turns = array.flatten()
-    if pa.types.is_null(turns.type):
-        roles = contents = [None] * len(turns)
-    else:
-        roles, contents = (_strings(pc.struct_field(turns, name)) for name in ("role", "content"))
+    starts, lengths = _list_places(array)
+    used = [
+        (start, start + length) for start, length in zip(starts, lengths, strict=True) if length
+    ]
+    begin = min((start for start, _ in used), default=0)
+    end = max((end for _, end in used), default=0)
+    roles, contents = _roles_and_contents(array.values.slice(begin, end - begin))
     conversations: list[tuple[Message, ...] | RowError] = []
-    start = 0
-    for length in lengths:
+    for start, length in zip(starts, lengths, strict=True):
         if length is None:
             conversations.append(_NULL)
             continue
-        end = start + length
-        conversations.append(_conversation(roles[start:end], contents[start:end]))
-        start = end
+        place = slice(start - begin, start - begin + length) if length else slice(0)
+        conversations.append(_conversation(roles[place], contents[place]))
     return conversations
+
+
+def _list_places(array: Any) -> tuple[list[int], list[int | None]]:
+    """Where each row's items begin in `array.values`, and how many there are; None for null."""
+    # Not flatten(): it cannot leave out nulls where items are of an extension type.
+    lengths = pc.list_value_length(array).to_pylist()
+    if pa.types.is_fixed_size_list(array.type):
+        size = array.type.list_size
+        return [(array.offset + row) * size for row in range(len(array))], lengths
+    return array.offsets.to_pylist()[: len(array)], lengths
+
+
+def _roles_and_contents(turns: Any) -> tuple[list[Any], list[Any]]:
+    turns = _plain(turns)
+    if pa.types.is_null(turns.type):
+        return [None] * len(turns), [None] * len(turns)
+    roles, contents = (_strings(pc.struct_field(turns, name)) for name in ("role", "content"))
+    return roles, contents
 
 
 def _conversation(roles: list[Any], contents: list[Any]) -> tuple[Message, ...] | RowError:

@@ -131,7 +131,8 @@ def _repeat(column: Any, indices: Sequence[int], num_rows: int) -> Any:
         return column
     try:
         return column.take(pa.array(indices, pa.int64()))
-    except pa.ArrowNotImplementedError:  # string_view and binary_view, in lists too
+    # Views, in lists too, and dictionaries that together exceed their index type.
+    except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
         slices = [piece for i in indices for piece in column.slice(i, 1).chunks]
         return pa.chunked_array(slices, type=column.type)
 

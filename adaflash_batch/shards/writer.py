@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pyarrow import fs
 
 from adaflash_batch.durable import flush
@@ -33,6 +32,7 @@ from adaflash_batch.shards.locations import (
     path_matches,
     stat,
 )
+from adaflash_batch.shards.parquet_form import write_parquet
 
 __all__ = [
     "PART_NAME",
@@ -111,8 +111,7 @@ def _write_remote(filesystem: Any, directory: str, name: str, temporary: str, ta
 
 
 def _write_table(table: Any, target: Any) -> None:
-    # Different dictionaries in the pieces of a column would make it fall back to plain encoding.
-    pq.write_table(table.unify_dictionaries(), target, compression="zstd", write_page_checksum=True)
+    write_parquet(table, target)
 
 
 def write_error(path: str, error: Exception) -> AdaflashError:
