@@ -185,6 +185,7 @@ class RowDecoding:
         figures, decoder, learning = self.figures, self._decoder, self._learning
         figures.decode_s = time.monotonic() - self._began
         figures.num_preemptions = decoder.num_preemptions
+        figures.shared_prompt_tokens = decoder.num_shared
         figures.plain_steps = decoder.speculator.num_plain
         figures.calibration = decoder.speculator.figures()
         figures.drafter_version = decoder.drafter_version
@@ -220,6 +221,8 @@ class RowDecoding:
             kv_bytes=engine.kv_bytes,
             context=engine.context,
             threads=engine.threads,
+            share_prefixes=engine.share_prefixes,
+            shares_states=spec.shares_states,
         )
         assembly = assemble(plan, notify=self._reporter.note)
         decoder = assembly.decoder

@@ -32,6 +32,7 @@ _CHANGES_NO_TEXT = frozenset(
         "engine.token_budget",
         "engine.kv_memory",
         "engine.threads",
+        "engine.share_prefixes",
         "speculation.drafter",
         "speculation.drafter_store",
         "speculation.width",
@@ -85,6 +86,11 @@ class JobSpec(BaseModel):
         for key, value in (flags or {}).items():
             given.add_flag(key, value)
         return _build(given)
+
+    @property
+    def shares_states(self) -> bool:
+        """Whether pages that requests share need memory for what a drafter learns from."""
+        return self.engine.share_prefixes and self.adapt.when != "off"
 
     def text_fields(self) -> dict[str, object]:
         """Everything that changes a text or the layout of files: `section.key` -> JSON value.

@@ -207,6 +207,8 @@ class EngineSection(BaseModel):
     """CPU threads; the cores available unless given."""
     context: Annotated[int, Field(ge=2)] | None = None
     """Longest prompt and completion together; the model's unless given."""
+    share_prefixes: bool = True
+    """Compute what prompts begin with in common once, and the prompt of n samples."""
 
     @property
     def kv_bytes(self) -> int | None:

@@ -60,6 +60,8 @@ class RunFigures:
         num_errors: rows that it ended with an error.
         journaled_rows: input rows that an earlier run finished and journals still held.
         num_preemptions: of requests.
+        shared_prompt_tokens: of `prompt_tokens`, those that were not computed since another
+            request's were the same.
         calibration: of predicted survival, by source of drafts.
         plain_steps: steps that drafted nothing since it did not pay.
         drafter_version: that drafted last, None without a drafter.
@@ -72,6 +74,7 @@ class RunFigures:
     num_errors: int = 0
     journaled_rows: int = 0
     num_preemptions: int = 0
+    shared_prompt_tokens: int = 0
     plain_steps: int = 0
     calibration: Mapping[str, object] = field(default_factory=dict)
     drafter_version: int | None = None
@@ -109,6 +112,8 @@ def summarise(
         "truncated_tokens": totals.truncated_tokens,
         "output_tokens": run.output_tokens,
         "prompt_tokens": run.prompt_tokens,
+        "shared_prompt_tokens": run.shared_prompt_tokens,
+        "shared_prompt_share": _share(run.shared_prompt_tokens, run.prompt_tokens),
         "elapsed_s": round(run.decode_s, 3),
         "setup_s": round(wall_s - run.decode_s, 3),
         "tokens_per_s": None if speed is None else round(speed, 2),
@@ -136,6 +141,10 @@ def _learning(learning: LearningFigures) -> Mapping[str, object]:
         "updates": learning.updates,
         "versions_published": learning.published,
     }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return _rounded(part / whole) if whole else None
 
 
 def _rounded(value: float | None) -> float | None:

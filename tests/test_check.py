@@ -337,6 +337,7 @@ def test_kv_memory_is_laid_out_as_in_a_run(
         drafter=drafter,
         concurrency=3,
         kv_bytes=spec.engine.kv_bytes,
+        shares_states=spec.shares_states,
     )
     decoder = assemble(plan, notify=print).decoder
     need = kv_need(spec, read_model_facts(spec, model), facts)

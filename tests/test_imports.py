@@ -115,7 +115,7 @@ WITHOUT_TORCH = [
     *("training.version_commands", "drafter.store"),
     *("durable", "errors", "exchange", "request", "spec", "spec_sections", "spec_sources"),
     "stats",
-    *("engine.pages", "engine.scheduler", "report.live", "summary", "job_facts"),
+    *("engine.pages", "engine.prefixes", "engine.scheduler", "report.live", "summary", "job_facts"),
     *(f"review.{name}" for name in ("check", "check_command", "check_view", "rows_file")),
     *(f"review.{name}" for name in ("status", "status_view", "verify", "verify_view", "merge")),
     *("job", "job_decoding", "job_place", "job_requests", "stopping"),

@@ -159,7 +159,10 @@ def test_speed_settings_are_no_text_fields() -> None:
     plain = JobSpec.from_sources(flags=PATHS)
     fast = JobSpec.from_sources(
         None,
-        ["engine.concurrency=3", "engine.token_budget=64", "engine.kv_memory=1GiB"],
+        [
+            *("engine.concurrency=3", "engine.token_budget=64", "engine.kv_memory=1GiB"),
+            "engine.share_prefixes=false",
+        ],
         PATHS
         | {"engine.threads": 1, "speculation.drafter": "D", "speculation.width": 2}
         | {"output.directory": "elsewhere"},

@@ -58,6 +58,9 @@ class DecoderPlan:
         kv_bytes: KV memory; None takes a share of what is free.
         context: longest prompt and completion together; None takes the model's.
         threads: CPU threads; None leaves PyTorch's choice.
+        share_prefixes: whether requests that begin alike compute that once.
+        shares_states: whether pages that they share need memory for the states that the drafter
+            reads, too: where these are kept of requests (`Decoder.capture`).
     """
 
     folder: Path
@@ -77,6 +80,8 @@ class DecoderPlan:
     kv_bytes: int | None = None
     context: int | None = None
     threads: int | None = None
+    share_prefixes: bool = True
+    shares_states: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +160,7 @@ def assemble(plan: DecoderPlan, *, notify: Callable[[str], None]) -> Assembly:
         token_budget=max(plan.token_budget, 2),
         kv_tokens=_kv_tokens(plan, target, net),
         context=_context(plan, target),
+        share_prefixes=plan.share_prefixes,
     )
     return Assembly(decoder, origin, facts, _learn_costs(plan, decoder, notify))
 
@@ -257,7 +263,9 @@ def _drafter(origin: Origin, net: DFlash, target: Target) -> Callable[[int], Dra
 
 
 def _kv_tokens(plan: DecoderPlan, target: Target, net: DFlash | None) -> int:
-    drafted = 0 if net is None else BlockDrafter.bytes_per_token(net)
+    drafted = 0
+    if net is not None:
+        drafted = BlockDrafter.bytes_per_token(net, keeps_states=plan.shares_states)
     block = 0 if net is None else net.config.num_drafts + 1
     return kv_tokens(
         plan.kv_bytes if plan.kv_bytes is not None else kv_budget(target.device),

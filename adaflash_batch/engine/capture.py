@@ -1,6 +1,6 @@
 """Keeps what the target computes of each request while it decodes, for those that learn from it.
 
-# F features (tapped layers side by side), H hidden size
+# F features (tapped layers side by side), H hidden size, N pages of KV memory
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from adaflash_batch.engine.target import Target
 from adaflash_batch.exchange import Trajectory
+from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.request import Request
 
 
@@ -59,6 +60,7 @@ class Capture:
         layer_ids: decoder layers whose outputs are the features.
         emit: takes the trajectory of every request that finishes without an error.
         wanted: whether the states of a request that comes now are wanted.
+        num_pages: N where requests share pages, else 0.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Capture:
         layer_ids: tuple[int, ...],
         emit: Callable[[Trajectory], None],
         wanted: Callable[[], bool],
+        num_pages: int = 0,
     ) -> None:
         self.wanted = wanted
         self._target = target
@@ -74,6 +77,8 @@ class Capture:
         self._emit = emit
         target.tap(layer_ids)
         target.tap_head()
+        # Of what pages hold that requests share: [N * PAGE, F], handed over as it is filled.
+        self._shared = self._empty(num_pages * PAGE, target.hidden_size * len(layer_ids))
 
     def begin(self, prompt_length: int, longest: int) -> Recording:
         """Memory for a request; the system hands it over only as it is filled."""
@@ -88,6 +93,21 @@ class Capture:
         with torch.inference_mode(False):
             dtype, device = self._target.dtype, self._target.device
             return torch.empty(rows, columns, dtype=dtype, device=device)
+
+    def share(self, rows: Tensor, places: Tensor) -> None:
+        """Keep what the last pass computed of these packed rows, beside the pages they are in.
+
+        Args:
+            places: where: page times PAGE, and the place in it.
+        """
+        self._shared[places] = self._target.tapped(self._layer_ids, rows)
+
+    def recall(self, recording: Recording, pages: Sequence[int], count: int) -> None:
+        """Fill in what others computed: the features of `count` tokens in these pages."""
+        begin, whole = recording.num_features, torch.tensor(pages[: count // PAGE])
+        found = self._shared.view(-1, PAGE, self._shared.shape[1])[whole].flatten(0, 1)
+        recording.features[begin:count] = found[begin:]
+        recording.num_features = count
 
     def record(self, pieces: Sequence[Piece]) -> None:
         """Copy what the last forward pass computed of these pieces."""

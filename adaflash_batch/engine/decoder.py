@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from adaflash_batch.engine.accept import emitted_tokens
 from adaflash_batch.engine.capture import Capture
 from adaflash_batch.engine.cost import StepCost
 from adaflash_batch.engine.drafting import Drafter
-from adaflash_batch.engine.in_flight import Entry, Item, piece_of
+from adaflash_batch.engine.in_flight import Entry, Item
+from adaflash_batch.engine.keeping import Keeping
 from adaflash_batch.engine.late_context import LateContext
 from adaflash_batch.engine.lookup import Lookup
-from adaflash_batch.engine.packing import Packed, PageTable, pack, ranges
+from adaflash_batch.engine.packing import Packed, PageTable, pack
 from adaflash_batch.engine.pages import PagePool
 from adaflash_batch.engine.policy import NOTHING, WHOLE_BLOCKS, Chosen, Policy
+from adaflash_batch.engine.prefixes import page_keys
 from adaflash_batch.engine.pricing import Load, load_without_drafts
 from adaflash_batch.engine.profile import profile
 from adaflash_batch.engine.sampling import ChoiceBlock, TokenHistory, choose
@@ -46,6 +46,7 @@ class Decoder:
         kv_tokens: tokens that KV memory holds, over all requests (rounded down to pages).
         context: longest prompt and completion together; None takes the model's.
         end_token_ids: the model's own end-of-sequence tokens.
+        share_prefixes: whether requests that begin alike compute that once.
         clock: seconds, for the timings.
     """
 
@@ -62,6 +63,7 @@ class Decoder:
         kv_tokens: int,
         context: int | None = None,
         end_token_ids: frozenset[int] = frozenset(),
+        share_prefixes: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         pool = PagePool(kv_tokens // PAGE)
@@ -80,12 +82,14 @@ class Decoder:
         self._max_running, self._token_budget = max_running, token_budget
         self.end_token_ids = end_token_ids
         self._clock = clock
-        self._late = None if self._drafter is None else LateContext(self._drafter, self._table)
+        late = None if self._drafter is None else LateContext(self._drafter, self._table)
+        self._keeping = Keeping(target, self._scheduler.prefixes, late, self.drafter_layers)
+        self._shares_prefixes = share_prefixes
         self.cost = StepCost() if cost is None else cost
         self.speculator = Speculator(
             policy,
             drafter=self._drafter,
-            late=self._late,
+            late=late,
             lookup=lookup,
             cost=self.cost,
             table=self._table,
@@ -93,7 +97,6 @@ class Decoder:
         )
         self._entries: dict[ScheduledSequence, Entry] = {}
         self._finished: list[Completion] = []
-        self._capture: Capture | None = None
         self._newest: Callable[[], DrafterWeights | None] | None = None
         self.num_steps = 0
         self.num_generated = 0
@@ -112,11 +115,14 @@ class Decoder:
     ) -> None:
         """From now on hand the states of finished requests to `emit`; see `Capture`."""
         assert not self._entries, "requests are on their way already"
-        self._capture = Capture(self._target, layer_ids, emit, wanted)
+        self._scheduler.prefixes.clear()  # nothing is kept of what these computed
+        num_pages = self._scheduler.pool.num_pages if self._shares_prefixes else 0
+        self._keeping.capture = Capture(self._target, layer_ids, emit, wanted, num_pages)
 
     def profile(self) -> None:
         """Measure what steps take, before the first request."""
         assert not self._entries, "requests are on their way already"
+        self._scheduler.prefixes.clear()  # a page is written to
         most = self._max_running * (self.speculator.most + 1)
         profile(
             self.cost,
@@ -177,12 +183,18 @@ class Decoder:
         """How often a request was sent back to wait."""
         return self._scheduler.num_preemptions
 
+    @property
+    def num_shared(self) -> int:
+        """Tokens of prompts that were not computed, since another request's were the same."""
+        return self._scheduler.num_shared
+
     def add(self, request: Request) -> None:
         """Queue a request; one that can never run comes back from the next step with an error."""
         prompt, sampling = request.token_ids, request.sampling
         assert prompt, "a prompt has at least one token"
         limit = len(prompt) + sampling.max_new_tokens
-        sequence = ScheduledSequence(known=len(prompt), limit=limit)
+        keys = page_keys(prompt) if self._shares_prefixes else ()
+        sequence = ScheduledSequence(known=len(prompt), limit=limit, keys=keys)
         entry = Entry(request, sequence, list(prompt), self._clock(), self.speculator.begin(prompt))
         if sampling.reshapes_logits:
             entry.history = TokenHistory(prompt=frozenset(prompt))
@@ -192,15 +204,12 @@ class Decoder:
             return
         self._entries[sequence] = entry
         self._scheduler.add(sequence)
-        if self._capture is not None and self._capture.wanted():
-            entry.recording = self._capture.begin(len(prompt), limit)
+        self._keeping.begin(entry)
 
     def drop_waiting(self) -> None:
         """Forget the requests that hold no KV memory: nothing comes of them."""
         for sequence in self._scheduler.drop_waiting():
-            if self._late is not None:
-                self._late.forget(sequence)
-            del self._entries[sequence]
+            self._keeping.forget(self._entries.pop(sequence))
 
     def _misfit(self, limit: int, sequence: ScheduledSequence) -> RowError | None:
         if limit > self.context:
@@ -224,9 +233,9 @@ class Decoder:
             verifying = self._clock()
             choices, sound = self._verify(items, packed)
             verified = self._clock()
-            survivors = self._commit(items, choices, sound)
-            self._absorb(items, packed, survivors)
-            self._record(items, packed)
+            kept = self._commit(items, choices, sound)
+            self._keeping.keep(items, packed, kept)
+            self._dismiss(items)
             self.num_steps += 1
             self._observe(items, packed, verified - verifying, self._clock() - began)
         finished, self._finished = self._finished, []
@@ -248,6 +257,8 @@ class Decoder:
         weights = None if self._newest is None else self._newest()
         if weights is not None:
             self.speculator.adopt(weights)
+            # What running requests have of the old ones serves to their end, not that of others.
+            self._scheduler.prefixes.clear()
 
     def _plan(self) -> list[Item]:
         """Who takes part in the step, and with which drafts."""
@@ -269,9 +280,11 @@ class Decoder:
         entry = self._entries[scheduled.sequence]
         if entry.admitted is None:
             entry.admitted = self._clock()
+        self._keeping.recall(entry)
         sequence, drafts = scheduled.sequence, chosen.token_ids
         is_complete = sequence.computed + scheduled.num_known == sequence.known
-        return Item(entry, scheduled, chosen, drafts, len(drafts) + 1 if is_complete else 0)
+        num_choices = len(drafts) + 1 if is_complete else 0
+        return Item(entry, scheduled, chosen, drafts, num_choices, scheduled.num_shareable)
 
     def _pack(self, items: list[Item]) -> Packed:
         pieces, contexts = [], []
@@ -308,7 +321,7 @@ class Decoder:
         )
 
     def _commit(self, items: list[Item], choices: list[int], sound: list[bool]) -> list[int]:
-        """Extend the texts. Returns for each item how many of its tokens stay in KV memory."""
+        """Extend the texts. Returns for each item how many of its tokens are of use later."""
         kept, row = [], 0
         for item in items:
             count = item.num_choices
@@ -344,7 +357,7 @@ class Decoder:
         sequence.computed += num_known + accepted
         if reason is not None:
             self._finish(entry, reason)
-            return 0
+            return item.num_shareable
         return num_known + accepted
 
     def _extend(self, entry: Entry, emitted: list[int], *, is_over: bool) -> None:
@@ -362,36 +375,11 @@ class Decoder:
         entry.reason = reason
         if error is None:
             self.speculator.end(entry.prospect)
-        if self._late is not None:
-            self._late.forget(entry.sequence)
-        self._scheduler.remove(entry.sequence)
-        del self._entries[entry.sequence]
         self._finished.append(entry.completion(reason, error, self._clock()))
 
-    def _absorb(self, items: list[Item], packed: Packed, kept: Sequence[int]) -> None:
-        """Keep for the drafter what the target saw of the tokens that stay."""
-        staying = [index for index, count in enumerate(kept) if count > 0]
-        if self._late is None or not staying:
-            return
-        counts = [kept[index] for index in staying]
-        rows = torch.from_numpy(ranges(packed.start[staying], np.array(counts)))
-        features = self._target.tapped(self.drafter_layers, rows)
-        sequences = [items[index].scheduled.sequence for index in staying]
-        self._late.add(sequences, packed.context[staying].tolist(), counts, features)
-
-    def _record(self, items: list[Item], packed: Packed) -> None:
-        """Keep what the target saw, of the texts that end in this step too."""
-        if self._capture is None:
-            return
-        choice_rows = accumulate((item.num_choices for item in items[:-1]), initial=0)
-        columns = (items, packed.start.tolist(), packed.context.tolist(), choice_rows)
-        pieces = [
-            piece_of(recording, item, *place)
-            for item, *place in zip(*columns, strict=True)
-            if (recording := item.entry.recording) is not None
-        ]
-        self._capture.record(pieces)
-        for item in items:
-            entry = item.entry
-            if entry.recording is not None and entry.reason in ("stop", "length"):
-                self._capture.finish(entry.recording, entry.request, entry.tokens)
+    def _dismiss(self, items: list[Item]) -> None:
+        """Give up the pages of requests that ended."""
+        for entry in (item.entry for item in items if item.entry.reason is not None):
+            self._keeping.forget(entry)
+            self._scheduler.remove(entry.sequence)
+            del self._entries[entry.sequence]

@@ -139,16 +139,23 @@ class BlockDrafter:
         ]
 
     @staticmethod
-    def bytes_per_token(net: DFlash) -> int:
-        """KV memory that one token takes in all layers."""
-        return BlockDrafter.numbers_per_token(net.config) * net.fc.weight.element_size()
+    def bytes_per_token(net: DFlash, *, keeps_states: bool = False) -> int:
+        """KV memory that one token takes in all layers; see `numbers_per_token`."""
+        numbers = BlockDrafter.numbers_per_token(net.config, keeps_states=keeps_states)
+        return numbers * net.fc.weight.element_size()
 
     @staticmethod
-    def numbers_per_token(config: DrafterConfig) -> int:
-        """Numbers that KV memory holds of one token in all layers."""
+    def numbers_per_token(config: DrafterConfig, *, keeps_states: bool = False) -> int:
+        """Numbers that KV memory holds of one token in all layers.
+
+        Args:
+            keeps_states: with the target's states that `absorb` wants.
+        """
         numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         if config.has_input_projection:
             numbers += -(-config.hidden_size // PAGE)  # one state a page
+        if keeps_states:
+            numbers += len(config.target_layer_ids) * config.hidden_size
         return numbers
 
     def draft(self, batch: DraftBatch) -> list[Draft]:

@@ -93,6 +93,7 @@ class Item:
         chosen: where its drafts come from.
         drafts: that are verified.
         num_choices: rows of logits wanted, none in the middle of a prefill.
+        num_shareable: of its tokens, those in pages of a prompt that others may use.
         num_accepted: of the drafts, once that is known.
     """
 
@@ -101,6 +102,7 @@ class Item:
     chosen: Chosen
     drafts: list[int]
     num_choices: int
+    num_shareable: int
     num_accepted: int = 0
 
     @property

@@ -25,9 +25,13 @@ _MOST_ROWS = 128
 
 @dataclass(slots=True)
 class _Waiting:
-    """Features of a request's tokens from position `begin` on, in pieces."""
+    """Features of a request's tokens from position `begin` on, in pieces.
+
+    `life` is how often the request had been preempted: its pages are others after that.
+    """
 
     begin: int
+    life: int
     pieces: list[Tensor] = field(default_factory=list)
     count: int = 0
 
@@ -60,10 +64,10 @@ class LateContext:
         pieces = torch.split(features, list(counts))
         for sequence, begin, piece in zip(sequences, begins, pieces, strict=True):
             waiting = self._waiting.get(sequence)
-            if waiting is None or waiting.begin + waiting.count != begin:
-                # The first of a request, or of one that was preempted and is computed anew.
+            if waiting is None or waiting.life != sequence.num_preemptions:
                 self.forget(sequence)
-                waiting = self._waiting[sequence] = _Waiting(begin)
+                waiting = self._waiting[sequence] = _Waiting(begin, sequence.num_preemptions)
+            assert waiting.begin + waiting.count == begin, "a gap in the context"
             waiting.pieces.append(piece)
             waiting.count += len(piece)
             self._num_rows += len(piece)
@@ -81,7 +85,7 @@ class LateContext:
         held = {
             sequence: waiting
             for sequence, waiting in self._waiting.items()
-            if sequence.computed >= waiting.begin + waiting.count
+            if sequence.slot >= 0 and sequence.num_preemptions == waiting.life
         }
         self._waiting, self._num_rows = {}, 0
         if not held:

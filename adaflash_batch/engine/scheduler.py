@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from adaflash_batch.engine.pages import PagePool
+from adaflash_batch.engine.prefixes import PrefixCache
 from adaflash_batch.kernels.page_size import PAGE
 
 
@@ -19,15 +22,21 @@ class Sequence:
             after the step that verifies it.
         computed: leading tokens whose K/V are stored.
         limit: `known` never exceeds this.
+        keys: names of its prompt's whole pages (prefixes.py); none where it shares nothing.
         pages: the pages that hold them, in order.
         slot: row of the page table while running, -1 otherwise.
+        arrival: its number, in the order in which they came.
+        num_preemptions: how often it was sent back to wait.
     """
 
     known: int
     limit: int
+    keys: tuple[bytes, ...] = ()
     computed: int = 0
     pages: list[int] = field(default_factory=list)
     slot: int = -1
+    arrival: int = 0
+    num_preemptions: int = 0
 
     @property
     def is_decoding(self) -> bool:
@@ -42,6 +51,12 @@ class Scheduled(NamedTuple):
     num_known: int
     width: int
 
+    @property
+    def num_shareable(self) -> int:
+        """How many of its tokens lie in pages that others may use."""
+        left = PAGE * len(self.sequence.keys) - self.sequence.computed
+        return max(min(left, self.num_known), 0)
+
 
 class Scheduler:
     """Continuous batching: refill at every step, chunked prefill, preemption by recompute.
@@ -51,6 +66,10 @@ class Scheduler:
         max_running: most sequences in a step.
         token_budget: most tokens in a step, drafts included.
         reserve: positions behind the anchor that a decoding sequence needs pages for (the block).
+
+    Attributes:
+        prefixes: whole pages of prompts, for others that begin alike.
+        num_shared: tokens of prompts that were found there, not computed.
     """
 
     def __init__(
@@ -58,10 +77,10 @@ class Scheduler:
     ) -> None:
         assert max_running >= 1
         assert token_budget >= 2
-        self.pool = pool
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # longest-waiting first
-        self.num_preemptions = 0
+        self.pool, self.prefixes = pool, PrefixCache(pool)
+        self.running: list[Sequence] = []  # in order of arrival
+        self.waiting: deque[Sequence] = deque()  # likewise
+        self.num_preemptions = self.num_shared = self._num_added = 0
         self._token_budget = token_budget
         self._reserve = reserve
         self._slots = list(range(max_running - 1, -1, -1))
@@ -73,6 +92,8 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; it must fit an empty pool."""
         assert self.pages_for(sequence) <= self.pool.num_pages
+        sequence.arrival = self._num_added
+        self._num_added += 1
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -112,7 +133,10 @@ class Scheduler:
 
     def prefill_ahead(self, num_taken: int) -> int:
         """Tokens of prompts, about, that `plan_prefill` would plan."""
-        waiting = self.waiting[0].known if self._can_admit() else 0
+        waiting = 0
+        if self._can_admit():
+            first = self.waiting[0]
+            waiting = first.known - PAGE * len(self._found(first))
         missing = sum(each.known - each.computed for each in self.running if not each.is_decoding)
         return max(min(missing + waiting, self._token_budget - num_taken), 0)
 
@@ -123,16 +147,55 @@ class Scheduler:
         prefilling = [sequence for sequence in self.running if not sequence.is_decoding]
         for sequence in prefilling:
             budget -= self._plan_piece(sequence, budget, planned)
-        while budget > 0 and self._can_admit():
-            sequence = self.waiting[0]
+        return planned + self._admit(budget)
+
+    def _admit(self, budget: int) -> list[Scheduled]:
+        """Let those begin that wait, in order of arrival.
+
+        One whose next page is being computed for another waits for that. Its place and its pages
+        are kept for it meanwhile: those behind it begin with what is left.
+        """
+        planned: list[Scheduled] = []
+        if not self._can_admit():
+            return planned
+        in_the_making = self._in_the_making()
+        room = self.prefixes.num_available
+        for sequence in list(islice(self.waiting, len(self._slots))):
+            found = self._found(sequence)
             # Without room for the whole prompt it would only come to preempt, or be preempted.
-            if _pages(sequence.known + self._reserve) > self.pool.num_free:
+            room -= _pages(sequence.known + self._reserve) - len(found)
+            room -= self.prefixes.num_idle(found)
+            if budget <= 0 or room < 0:
                 break
-            self.waiting.popleft()
-            sequence.slot = self._slots.pop()
-            self.running.append(sequence)
+            lacking = self._shareable(sequence)[len(found) :]
+            if lacking and lacking[0] in in_the_making:
+                continue
+            self._begin(sequence, found)
+            in_the_making.update(sequence.keys[len(found) :])
             budget -= self._plan_piece(sequence, budget, planned)
         return planned
+
+    def _begin(self, sequence: Sequence, found: list[int]) -> None:
+        """Make it a running one, whose first pages are these."""
+        self.waiting.remove(sequence)
+        self.prefixes.share(found)
+        sequence.pages, sequence.computed = found, PAGE * len(found)
+        if sequence.num_preemptions == 0:
+            self.num_shared += sequence.computed
+        sequence.slot = self._slots.pop()
+        insort(self.running, sequence, key=_arrival)
+
+    def _shareable(self, sequence: Sequence) -> tuple[bytes, ...]:
+        """Names of the pages that it may have from others: its last token is its own to compute."""
+        return sequence.keys[: (sequence.known - 1) // PAGE]
+
+    def _found(self, sequence: Sequence) -> list[int]:
+        return self.prefixes.find(self._shareable(sequence))
+
+    def _in_the_making(self) -> set[bytes]:
+        """Names of the pages that running sequences are still to compute."""
+        prefilling = (sequence for sequence in self.running if not sequence.is_decoding)
+        return {key for each in prefilling for key in each.keys[each.computed // PAGE :]}
 
     def _plan_piece(self, sequence: Sequence, budget: int, planned: list[Scheduled]) -> int:
         count = min(budget, sequence.known - sequence.computed)
@@ -156,27 +219,32 @@ class Scheduler:
     def _hold(self, sequence: Sequence, num_tokens: int) -> bool:
         """Get pages for `num_tokens`, preempting those that arrived later; False if preempted."""
         missing = _pages(num_tokens) - len(sequence.pages)
-        while missing > self.pool.num_free:
+        while missing > self.prefixes.num_available:
             latest = self.running[-1]
             self._preempt(latest)
             if latest is sequence:
                 return False
         if missing > 0:
-            sequence.pages += self.pool.take(missing)
+            sequence.pages += self.prefixes.take(missing)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._vacate(sequence)
         sequence.computed = 0
-        self.waiting.appendleft(sequence)
+        sequence.num_preemptions += 1
+        insort(self.waiting, sequence, key=_arrival)
         self.num_preemptions += 1
 
     def _vacate(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.pages)
+        self.prefixes.release(sequence.pages)
         sequence.pages = []
         self._slots.append(sequence.slot)
         sequence.slot = -1
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival
 
 
 def _pages(num_tokens: int) -> int:

@@ -145,7 +145,8 @@ def read_drafter_facts(spec: JobSpec, folder: Path) -> DrafterFacts:
     from adaflash_batch.engine.drafting import BlockDrafter
 
     config = inspect(path).config
-    return DrafterFacts(config.num_drafts + 1, BlockDrafter.numbers_per_token(config))
+    numbers = BlockDrafter.numbers_per_token(config, keeps_states=spec.shares_states)
+    return DrafterFacts(config.num_drafts + 1, numbers)
 
 
 def _drafter_folder(spec: JobSpec, folder: Path) -> Path | None:

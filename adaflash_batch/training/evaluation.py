@@ -112,6 +112,7 @@ def _decoder_plan(plan: EvaluationPlan, model: Path) -> DecoderPlan:
         # Room for every block whole: a smaller width would be measured otherwise.
         token_budget=max(1024, 64 * plan.concurrency),
         threads=plan.threads,
+        share_prefixes=False,  # their states would want memory of their own
     )
 
 

@@ -132,6 +132,7 @@ class Texts:
             concurrency=self._settings.concurrency,
             kv_bytes=self._plan.kv_bytes,
             threads=self._plan.threads,
+            share_prefixes=False,  # their states would want memory of their own
         )
         return load_target(plan, self._files, self._notify)
 
