@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -146,6 +148,30 @@ def test_the_same_command_again_does_nothing(
     assert "loading" not in again.stderr
 
 
+def test_a_killed_run_goes_on_and_can_be_verified(
+    place: Path, plain: subprocess.CompletedProcess[str]
+) -> None:
+    command = [str(COMMAND), "run", *plain.args[2:], "--out", "killed", "--concurrency", "2"]
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    journals = place / "killed" / "_adaflash" / "journal"
+    with subprocess.Popen(command, cwd=place, env=env, stderr=subprocess.DEVNULL) as process:
+        # Its head and three rows.
+        while not any(path.read_bytes().count(b"\n") > 3 for path in journals.glob("0*.jsonl")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    again = adaflash_batch(place, *plain.args[2:], "--out", "killed")
+    assert again.returncode == 0, again.stderr
+    assert 3 <= summary_of(again)["resumed_rows"] < NUM_ROWS
+    frame, expected = read(place / "killed"), read(place / "prompts-completions")
+    assert frame["completion"].equals(expected["completion"])
+    verify = [str(COMMAND), "verify", "killed", "--audit", "2"]
+    done = subprocess.run(verify, cwd=place, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "2 are the same, 0 differ by near-ties, 0 differ" in done.stdout
+
+
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory: pytest.TempPathFactory, demo: Path) -> Path:
     """A random drafter that fits the demo model."""
@@ -173,7 +199,16 @@ def drafter(tmp_path_factory: pytest.TempPathFactory, demo: Path) -> Path:
 def test_a_drafter_changes_no_text(
     place: Path, drafter: Path, plain: subprocess.CompletedProcess[str]
 ) -> None:
-    done = adaflash_batch(place, *plain.args[2:], "--drafter", str(drafter), "--out", "drafted")
+    drafted = (
+        "--drafter",
+        str(drafter),
+        "--speculate",
+        "always",
+        "--no-lookup",
+        "--out",
+        "drafted",
+    )
+    done = adaflash_batch(place, *plain.args[2:], *drafted)
     assert done.returncode == 0, done.stderr
     assert f"drafter {drafter}" in done.stderr
     frame, expected = read(place / "drafted"), read(place / "prompts-completions")

@@ -335,6 +335,7 @@ def job(tmp_path: Path) -> dict[str, object]:
         "adapt.when": "always",
         "adapt.share": 1.0,
         "adapt.rate": 1e-2,
+        "adapt.pull": 0.0,
         "adapt.threads": 1,
     }
 

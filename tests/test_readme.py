@@ -1,4 +1,4 @@
-"""The README's file tree is the repository's."""
+"""The README's file tree is the repository's, and what docs name is there."""
 
 from __future__ import annotations
 
@@ -37,3 +37,11 @@ def test_every_file_is_in_the_tree_and_every_line_is_a_file() -> None:
         and not path.startswith("data/drafters/")  # a line stands for the whole folder
     ]
     assert missing == []
+
+
+def test_the_tests_that_promises_rest_on_are_there() -> None:
+    text = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"test_\w+\.py", text))
+    assert len(named) > 8
+    for name in named:
+        assert (ROOT / "tests" / name).is_file(), name
