@@ -199,16 +199,9 @@ def drafter(tmp_path_factory: pytest.TempPathFactory, demo: Path) -> Path:
 def test_a_drafter_changes_no_text(
     place: Path, drafter: Path, plain: subprocess.CompletedProcess[str]
 ) -> None:
-    drafted = (
-        "--drafter",
-        str(drafter),
-        "--speculate",
-        "always",
-        "--no-lookup",
-        "--out",
-        "drafted",
-    )
-    done = adaflash_batch(place, *plain.args[2:], *drafted)
+    # In every step and whole blocks, so that it does not depend on how long steps take.
+    always = ("--speculate", "always", "--widths", "fixed", "--no-lookup", "--out", "drafted")
+    done = adaflash_batch(place, *plain.args[2:], "--drafter", str(drafter), *always)
     assert done.returncode == 0, done.stderr
     assert f"drafter {drafter}" in done.stderr
     frame, expected = read(place / "drafted"), read(place / "prompts-completions")
