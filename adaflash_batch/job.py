@@ -46,10 +46,10 @@ def run_job(
         place = Place(*prepare_output(spec.output.directory, shards), spec.run.scratch)
         model = models.locate(spec.model.name, revision=spec.model.revision, notify=reporter.note)
         runs = RunFolder(place.runs, spec.output.directory)
+        facts = text_facts(spec, inputs, model)
         with runs.door():
             report = stack.enter_context(runs.joined(portion, inputs.infos))
             others = [name for name in runs.living() if name != portion.name]
-            facts = text_facts(spec, inputs, model)
             claimed = claim(spec, inputs, portion, place, facts, others)
         work = _work(spec, inputs, model, claimed, stop, report, reporter)
         run = RowDecoding(work)

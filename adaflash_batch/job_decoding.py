@@ -31,7 +31,7 @@ from adaflash_batch.summary import LearningFigures, RunFigures
 from adaflash_batch.text import TextCodec
 
 if TYPE_CHECKING:
-    from adaflash_batch.engine.assembly import Assembly
+    from adaflash_batch.engine.assembly import Assembly, DecoderPlan
     from adaflash_batch.engine.decoder import Decoder
     from adaflash_batch.learning import JobLearning
 
@@ -197,13 +197,22 @@ class RowDecoding:
 
     def _load(self) -> None:
         # Torch comes with the engine: a job with nothing to do never waits for it.
-        from adaflash_batch.engine.assembly import DecoderPlan, assemble
+        from adaflash_batch.engine.assembly import assemble
+
+        self._reporter.note(f"loading {self._spec.model.name}")
+        versions = self._versions()
+        self._assembly = assemble(self._plan(versions), notify=self._reporter.note)
+        self._decoder = self._assembly.decoder
+        self._load_codec()
+        self._begin_learning(self._assembly, versions)
+
+    def _plan(self, versions: Path | None) -> DecoderPlan:
+        from adaflash_batch.engine.assembly import DecoderPlan
         from adaflash_batch.engine.policy import Policy
 
         spec, speculation, model = self._spec, self._spec.speculation, self._work.model
-        self._reporter.note(f"loading {spec.model.name}")
-        drafter, versions, engine = speculation.drafter, self._versions(), spec.engine
-        plan = DecoderPlan(
+        drafter, engine = speculation.drafter, spec.engine
+        return DecoderPlan(
             folder=model,
             name=spec.model.name,
             dtype=spec.model.dtype,
@@ -224,10 +233,11 @@ class RowDecoding:
             share_prefixes=engine.share_prefixes,
             shares_states=spec.shares_states,
         )
-        assembly = assemble(plan, notify=self._reporter.note)
-        decoder = assembly.decoder
+
+    def _load_codec(self) -> None:
+        spec, decoder = self._spec, self._decoder
         self._codec = TextCodec.load(
-            model,
+            self._work.model,
             use_chat_template=spec.prompt.chat_template,
             system_prompt=spec.prompt.system_prompt,
             context=decoder.context,
@@ -241,9 +251,6 @@ class RowDecoding:
         self._end_ids = frozenset(token for token in ends if token < decoder.vocab_size)
         decoder.end_token_ids = self._end_ids
         check_token_ids(self._sampling, decoder.vocab_size)
-        self._decoder = decoder
-        self._assembly = assembly
-        self._begin_learning(assembly, versions)
 
     def _begin_learning(self, assembly: Assembly, versions: Path | None) -> None:
         if assembly.origin is None or self._spec.adapt.when == "off":

@@ -24,8 +24,9 @@ from adaflash_batch.shards.portion import Portion, one_of, read_name
 
 RUNS = "runs"
 REPORT_EVERY_S = 5.0
-# Others may hold a lock for a moment to see whether its run lives.
-_DOOR_WAIT_S, _LOCK_WAIT_S = 60.0, 2.0
+# All tasks of an array may come at once, and each reads what is there. Others may hold a run's lock
+# for a moment to see whether it lives.
+_DOOR_WAIT_S, _LOCK_WAIT_S = 600.0, 2.0
 
 
 class RunReport:
@@ -76,7 +77,7 @@ class RunFolder:
 
     @contextmanager
     def door(self) -> Iterator[None]:
-        """Whoever comes to the output comes alone; LockedError after a minute."""
+        """Whoever comes to the output comes alone; LockedError after ten minutes."""
         why = f"another process is coming to {self._output} and does not get in"
         with held(self._folder / "lock", wait_s=_DOOR_WAIT_S, why=why):
             yield
