@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 from adaflash_batch import model_files, models
 from adaflash_batch.drafter.store import versions_of
 from adaflash_batch.errors import AdaflashError
+from adaflash_batch.job_facts import job_sampling, load_codec
 from adaflash_batch.job_requests import RequestStream
 from adaflash_batch.report.live import Progress, Reporter
 from adaflash_batch.request import Completion, Request, RowError, RowKey
-from adaflash_batch.sampling_defaults import check_token_ids, default_sampling
+from adaflash_batch.sampling_defaults import check_token_ids
 from adaflash_batch.shards.columns import ContentColumn
 from adaflash_batch.shards.journal_folder import JournalFolder
 from adaflash_batch.shards.open_chunks import OpenChunks
@@ -79,8 +80,7 @@ class RowDecoding:
         self._work = work
         self._spec, self._infos, self._content = work.spec, work.infos, work.content
         self._output, self._reporter, self._stop = work.output, work.reporter, work.stop
-        self._defaults = model_files.generation_defaults(work.model)
-        self._sampling = work.spec.sampling.over(default_sampling(self._defaults))
+        self._sampling = job_sampling(work.spec, work.model)
         self._chunks = OpenChunks(work.spec.output.chunk_rows, self._commit, work.journals)
         self._codec: TextCodec
         self._decoder: Decoder
@@ -235,20 +235,11 @@ class RowDecoding:
         )
 
     def _load_codec(self) -> None:
-        spec, decoder = self._spec, self._decoder
-        self._codec = TextCodec.load(
-            self._work.model,
-            use_chat_template=spec.prompt.chat_template,
-            system_prompt=spec.prompt.system_prompt,
-            context=decoder.context,
-            on_long_prompt=spec.prompt.on_long_prompt,
-            special_tokens_in_prompts=spec.prompt.special_tokens,
-            trust_remote_code=spec.model.trust_remote_code,
-        )
+        spec, model, decoder = self._spec, self._work.model, self._decoder
+        self._codec = load_codec(spec, model, decoder.context)
         self._codec.check_content(self._content.kind)
-        ends = self._codec.end_token_ids(self._defaults)
-        # A tokenizer may know of tokens that the model has no logits for.
-        self._end_ids = frozenset(token for token in ends if token < decoder.vocab_size)
+        defaults = model_files.generation_defaults(model)
+        self._end_ids = self._codec.end_token_ids(defaults, decoder.vocab_size)
         decoder.end_token_ids = self._end_ids
         check_token_ids(self._sampling, decoder.vocab_size)
 

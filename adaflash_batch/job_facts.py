@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adaflash_batch import model_files
+from adaflash_batch.request import Sampling
+from adaflash_batch.sampling_defaults import default_sampling
 from adaflash_batch.shards.columns import ContentColumn, check_sampling_columns, detect_content
 from adaflash_batch.shards.identity import check_id_type, check_ids
 from adaflash_batch.shards.inputs import resolve_inputs
 from adaflash_batch.shards.parquet import ShardInfo, inspect_shard
 from adaflash_batch.shards.schema import output_schema
 from adaflash_batch.spec import JobSpec
+from adaflash_batch.text import TextCodec
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +76,27 @@ def text_facts(spec: JobSpec, inputs: JobInputs, model: Path) -> dict[str, objec
         "content": {"column": inputs.content.name, "kind": inputs.content.kind},
         "model": model_files.model_identity(model),
     }
+
+
+def job_sampling(spec: JobSpec, model: Path) -> Sampling:
+    """What the job says of sampling, over what the model's own files say."""
+    return spec.sampling.over(default_sampling(model_files.generation_defaults(model)))
+
+
+def load_codec(spec: JobSpec, model: Path, context: int) -> TextCodec:
+    """Between texts and tokens as the job wants it.
+
+    Args:
+        spec: the job.
+        model: folder of the model.
+        context: longest prompt and completion together.
+    """
+    return TextCodec.load(
+        model,
+        use_chat_template=spec.prompt.chat_template,
+        system_prompt=spec.prompt.system_prompt,
+        context=context,
+        on_long_prompt=spec.prompt.on_long_prompt,
+        special_tokens_in_prompts=spec.prompt.special_tokens,
+        trust_remote_code=spec.model.trust_remote_code,
+    )

@@ -126,12 +126,19 @@ class TextCodec:
         """Whether prompts go through a chat template."""
         return self._template is not None
 
-    def end_token_ids(self, generation_defaults: dict[str, Any]) -> frozenset[int]:
-        """The model's end-of-sequence tokens: the tokenizer's and those of the defaults given."""
+    def end_token_ids(
+        self, generation_defaults: dict[str, Any], vocab_size: int | None = None
+    ) -> frozenset[int]:
+        """The model's end-of-sequence tokens: the tokenizer's and those of the defaults given.
+
+        Args:
+            generation_defaults: see `model_files.generation_defaults`.
+            vocab_size: of the model; a tokenizer may know of tokens that it has no logits for.
+        """
         ids = set(generation_defaults.get("eos_token_id") or ())
         if self._tokenizer.eos_token_id is not None:
             ids.add(self._tokenizer.eos_token_id)
-        return frozenset(ids)
+        return frozenset(i for i in ids if vocab_size is None or i < vocab_size)
 
     def check_content(self, kind: Literal["text", "messages"]) -> None:
         """Raise ConfigError if prompts of this kind cannot be encoded at all."""

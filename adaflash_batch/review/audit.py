@@ -14,6 +14,7 @@ import pyarrow as pa
 from adaflash_batch import model_files, models
 from adaflash_batch.engine.assembly import DecoderPlan, build_decoder
 from adaflash_batch.errors import AdaflashError, ConfigError
+from adaflash_batch.job_facts import job_sampling, load_codec
 from adaflash_batch.request import Request, RowError, RowKey, Sampling
 from adaflash_batch.review.audit_report import Audit, Redone
 from adaflash_batch.review.job_output import JobOutput
@@ -27,11 +28,10 @@ from adaflash_batch.review.parts import (
 )
 from adaflash_batch.review.plain_decoding import PlainDecoder
 from adaflash_batch.review.retrace import Attempt, Retracer, StoredRow
-from adaflash_batch.sampling_defaults import default_sampling
 from adaflash_batch.shards.columns import ContentColumn
 from adaflash_batch.shards.parquet import read_batches
 from adaflash_batch.shards.prompts import build_prompts
-from adaflash_batch.text import Encoded, TextCodec
+from adaflash_batch.text import Encoded
 
 _SHOWN = 30
 
@@ -158,8 +158,8 @@ class _Redo:
 
     def __init__(self, job: JobOutput, folder: Path, note: Callable[[str], None]) -> None:
         self._job = job
-        spec, defaults = job.spec, model_files.generation_defaults(folder)
-        self.sampling = spec.sampling.over(default_sampling(defaults))
+        spec = job.spec
+        self.sampling = job_sampling(spec, folder)
         plan = DecoderPlan(
             folder=folder,
             name=spec.model.name,
@@ -171,19 +171,11 @@ class _Redo:
             threads=spec.engine.threads,
         )
         built = build_decoder(plan, notify=note)
-        self._codec = TextCodec.load(
-            folder,
-            use_chat_template=spec.prompt.chat_template,
-            system_prompt=spec.prompt.system_prompt,
-            context=built.context,
-            on_long_prompt=spec.prompt.on_long_prompt,
-            special_tokens_in_prompts=spec.prompt.special_tokens,
-            trust_remote_code=spec.model.trust_remote_code,
-        )
-        ends = self._codec.end_token_ids(defaults)
+        self._codec = load_codec(spec, folder, built.context)
+        defaults = model_files.generation_defaults(folder)
         self._decoder = PlainDecoder(
             built.target,
-            end_token_ids=frozenset(token for token in ends if token < built.vocab_size),
+            end_token_ids=self._codec.end_token_ids(defaults, built.vocab_size),
             token_budget=max(spec.engine.token_budget, 2),
         )
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from adaflash_batch import model_files, models
+from adaflash_batch import models
 from adaflash_batch.errors import InputError
-from adaflash_batch.job_facts import JobInputs, read_inputs, text_facts
+from adaflash_batch.job_facts import (
+    JobInputs,
+    job_sampling,
+    load_codec,
+    read_inputs,
+    text_facts,
+)
 from adaflash_batch.request import RowError, Sampling
 from adaflash_batch.review.check_report import CheckReport, IdReport
 from adaflash_batch.review.disk_need import DiskNeed, disk_need
@@ -22,7 +27,7 @@ from adaflash_batch.review.model_facts import ModelFacts, read_drafter_facts, re
 from adaflash_batch.review.previous import Previous, look_at_output
 from adaflash_batch.review.time_need import TimeNeed, find_costs, time_need
 from adaflash_batch.review.verdicts import ChunkSource, Judge, Verdict
-from adaflash_batch.sampling_defaults import check_token_ids, default_sampling
+from adaflash_batch.sampling_defaults import check_token_ids
 from adaflash_batch.shards.hashes import Hashes
 from adaflash_batch.shards.identity import bad_ids
 from adaflash_batch.shards.inputs import Shard
@@ -79,9 +84,9 @@ class _Model:
 def _find_model(spec: JobSpec, inputs: JobInputs, audience: Audience) -> _Model:
     folder = models.locate(spec.model.name, revision=spec.model.revision, notify=audience.note)
     facts = read_model_facts(spec, folder)
-    sampling = spec.sampling.over(default_sampling(model_files.generation_defaults(folder)))
+    sampling = job_sampling(spec, folder)
     check_token_ids(sampling, facts.vocab_size)
-    codec = _load_codec(spec, folder, facts)
+    codec = load_codec(spec, folder, facts.context)
     codec.check_content(inputs.content.kind)
     previous = look_at_output(
         spec.output.directory,
@@ -91,18 +96,6 @@ def _find_model(spec: JobSpec, inputs: JobInputs, audience: Audience) -> _Model:
     )
     kv = kv_need(spec, facts, read_drafter_facts(spec, folder))
     return _Model(facts, sampling, codec, kv, previous)
-
-
-def _load_codec(spec: JobSpec, folder: Path, model: ModelFacts) -> TextCodec:
-    return TextCodec.load(
-        folder,
-        use_chat_template=spec.prompt.chat_template,
-        system_prompt=spec.prompt.system_prompt,
-        context=model.context,
-        on_long_prompt=spec.prompt.on_long_prompt,
-        special_tokens_in_prompts=spec.prompt.special_tokens,
-        trust_remote_code=spec.model.trust_remote_code,
-    )
 
 
 class _Look:

@@ -42,8 +42,8 @@ def load_target(
     decoder = build_decoder(plan, notify=notify)
     codec = TextCodec.load(plan.folder, context=decoder.context)
     codec.check_content(files.content.kind)
-    ends = codec.end_token_ids(model_files.generation_defaults(plan.folder))
-    decoder.end_token_ids = frozenset(token for token in ends if token < decoder.vocab_size)
+    defaults = model_files.generation_defaults(plan.folder)
+    decoder.end_token_ids = codec.end_token_ids(defaults, decoder.vocab_size)
     return decoder, codec
 
 
