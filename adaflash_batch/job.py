@@ -15,8 +15,8 @@ from adaflash_batch.job_place import Claimed, Place, claim
 from adaflash_batch.report.live import Reporter
 from adaflash_batch.shards import fresh
 from adaflash_batch.shards.job_folder import FOLDER, SUMMARY
-from adaflash_batch.shards.portion import Portion, index_from, one_of
-from adaflash_batch.shards.rejects import REJECTS, write_rejects
+from adaflash_batch.shards.portion import Portion, index_from, one_of, whole_job
+from adaflash_batch.shards.rejects import REJECTS, remove_rejects, write_rejects
 from adaflash_batch.shards.run_folder import RunFolder, RunReport
 from adaflash_batch.shards.writer import prepare_output
 from adaflash_batch.spec import JobSpec
@@ -59,15 +59,15 @@ def run_job(
         )
         with runs.door():
             _end(work, claimed, portion, run, summary)
-        report.tell(now=True, state=status.replace("nothing_to_do", "complete"))
-        report.tell(now=True, exit_code=summary.exit_code)
+        state = "complete" if status == "nothing_to_do" else status
+        report.tell(now=True, state=state, exit_code=summary.exit_code)
         return summary
 
 
 def _portion(spec: JobSpec, inputs: JobInputs, environment: Mapping[str, str]) -> Portion:
     run, chunk_rows = spec.run, spec.output.chunk_rows
     if run.num_shards is None:
-        return one_of(inputs.infos, chunk_rows, 0, 1)
+        return whole_job(inputs.infos, chunk_rows)
     index = run.shard_index
     if run.shards_from is not None:
         index = index_from(run.shards_from, run.num_shards, environment)
@@ -132,7 +132,11 @@ def _end(
     if summary.exit_code == EXIT_INTERRUPTED:  # whoever stopped it does not wait for this
         return
     filesystem, prefix = claimed.filesystem, work.spec.output.prefix
-    write_rejects(filesystem, claimed.root, work.content.name, prefix, run.open_errors)
+    if is_all and not output.totals.num_errors and not run.figures.num_errors:
+        # Every footer was read, or written, by this run: none need be read again.
+        remove_rejects(filesystem, claimed.root)
+    else:
+        write_rejects(filesystem, claimed.root, work.content.name, prefix, run.open_errors)
     if claimed.is_fresh and output.num_rows_left == 0:
         fresh.mark_whole(filesystem, claimed.path)
         fresh.finish_move(filesystem, claimed.path)

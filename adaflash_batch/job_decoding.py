@@ -177,7 +177,7 @@ class RowDecoding:
         for completion in completions:
             self._take(completion)
         if self._learning is not None and not self._is_winding_down:
-            rows_left = self._output.num_rows - self._progress().rows_done
+            rows_left = self._output.num_rows - self._rows_done
             self._learning.after_step(completions, taken, rows_left * self._sampling.n)
 
     def _close(self) -> None:
@@ -288,7 +288,7 @@ class RowDecoding:
         directory = self._spec.output.directory
         if self._output.num_rows_left == 0:
             return f"output in {directory}"
-        done, rows = self._progress().rows_done, self._output.num_rows
+        done, rows = self._rows_done, self._output.num_rows
         return f"{done} of {rows} rows are finished in {directory}, the same command does the rest"
 
     def _requests(self) -> Iterator[Request]:
@@ -342,11 +342,18 @@ class RowDecoding:
         if self._chunks.put(completion.key, row, version):
             self.figures.num_rows += 1
 
+    @property
+    def _resumed_rows(self) -> int:
+        return self._output.resumed_rows + self.figures.journaled_rows
+
+    @property
+    def _rows_done(self) -> int:
+        return self._resumed_rows + self.figures.num_rows
+
     def _progress(self) -> Progress:
-        rows = self._output.num_rows
-        resumed = self._output.resumed_rows + self.figures.journaled_rows
+        rows, resumed = self._output.num_rows, self._resumed_rows
         return Progress(
-            rows_done=resumed + self.figures.num_rows,
+            rows_done=self._rows_done,
             rows_total=rows,
             output_tokens=self.figures.output_tokens,
             prompt_tokens=self.figures.prompt_tokens,

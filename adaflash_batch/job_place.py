@@ -16,7 +16,6 @@ from adaflash_batch.shards.journal_folder import JOURNALS, JournalFolder
 from adaflash_batch.shards.locations import is_local, location
 from adaflash_batch.shards.output import Output
 from adaflash_batch.shards.portion import Portion
-from adaflash_batch.shards.reader import num_chunks
 from adaflash_batch.shards.recovery import Committed, committed, fingerprint
 from adaflash_batch.shards.run_folder import RUNS
 from adaflash_batch.spec import JobSpec
@@ -115,7 +114,7 @@ def claim(
     # What a kill left of a move is finished first; then this is the run that asked for it.
     has_moved = fresh.finish_move(filesystem, place.path)
     begins_anew = spec.run.fresh and not has_moved
-    root = _root(spec, inputs, place, facts) if begins_anew else place.path
+    root = _root(place, facts, portion.end) if begins_anew else place.path
     folder, journal_folder = JobFolder(filesystem, root), place.journals(root)
     has_rows = not begins_anew and any(journal_folder.glob("*.jsonl"))
     mark = folder.claim(
@@ -144,12 +143,11 @@ def claim(
     )
 
 
-def _root(spec: JobSpec, inputs: JobInputs, place: Place, facts: Mapping[str, object]) -> str:
+def _root(place: Place, facts: Mapping[str, object], num_chunks: int) -> str:
     """Where a fresh output grows: beside the old one, or in its place if there is none yet."""
     filesystem, path = place.filesystem, place.path
     old, mark = JobFolder(filesystem, path), fingerprint(facts)
-    chunks = sum(num_chunks(info.num_rows, spec.output.chunk_rows) for info in inputs.infos)
-    if not old.has_parts() or old.goes_on_fresh(mark, chunks):
+    if not old.has_parts() or old.goes_on_fresh(mark, num_chunks):
         return path
     root = fresh.fresh_path(path)
     if JobFolder(filesystem, root).fingerprint() != mark:

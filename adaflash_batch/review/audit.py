@@ -23,13 +23,12 @@ from adaflash_batch.review.parts import (
     Part,
     first_line,
     objections,
-    open_part,
     read_parts,
 )
 from adaflash_batch.review.plain_decoding import PlainDecoder
 from adaflash_batch.review.retrace import Attempt, Retracer, StoredRow
 from adaflash_batch.shards.columns import ContentColumn
-from adaflash_batch.shards.parquet import read_batches
+from adaflash_batch.shards.parquet import open_parquet, read_batches
 from adaflash_batch.shards.prompts import build_prompts
 from adaflash_batch.text import Encoded
 
@@ -115,7 +114,7 @@ def _stored_rows(
     assert part.footer is not None
     input_row = part.footer.first_row - 1
     try:
-        with open_part(job.filesystem, part.file.path) as file:
+        with open_parquet(job.filesystem, part.file.path) as file:
             for batch in read_batches(file):
                 samples = batch.column(f"{job.prefix}sample").to_pylist()
                 completions = batch.column(f"{job.prefix}completion")

@@ -16,9 +16,9 @@ from adaflash_batch.job_place import Place
 from adaflash_batch.shards.fresh import WHOLE, fresh_path
 from adaflash_batch.shards.inputs import Shard
 from adaflash_batch.shards.job_folder import FOLDER, JOB
-from adaflash_batch.shards.locations import list_directory, locate, stat
+from adaflash_batch.shards.locations import locate, stat
 from adaflash_batch.shards.reader import num_chunks
-from adaflash_batch.shards.writer import PART_NAME
+from adaflash_batch.shards.writer import PART_NAME, list_parts
 from adaflash_batch.spec import JobSpec
 
 _OLD_HINT = "run the job again with this version of adaflash-batch: it fills in what is missing"
@@ -128,11 +128,11 @@ class JobOutput:
     def part_files(self) -> list[PartFile]:
         """Files that are named like parts, in order of input file and chunk."""
         found = []
-        for info in list_directory(self.filesystem, self.path):
+        for info in list_parts(self.filesystem, self.path):
             name = PART_NAME.fullmatch(info.base_name)
-            if name is not None and info.type == fs.FileType.File:
-                size = int(info.size or 0)
-                found.append(PartFile(info.base_name, info.path, size, int(name[1]), int(name[2])))
+            assert name is not None
+            size = int(info.size or 0)
+            found.append(PartFile(info.base_name, info.path, size, int(name[1]), int(name[2])))
         return sorted(found, key=lambda part: (part.shard, part.chunk))
 
     @property

@@ -20,11 +20,11 @@ from adaflash_batch.durable import flush
 from adaflash_batch.errors import AdaflashError, ConfigError
 from adaflash_batch.review.coverage import Coverage
 from adaflash_batch.review.job_output import JobOutput
-from adaflash_batch.review.parts import READ_ERRORS, first_line, objections, open_part, read_parts
+from adaflash_batch.review.parts import READ_ERRORS, first_line, objections, read_parts
 from adaflash_batch.review.unify import conform, unify
 from adaflash_batch.shards.footer import NAMESPACE
 from adaflash_batch.shards.locations import is_local, locate, real_path, stat
-from adaflash_batch.shards.parquet import inspect_shard, read_batches
+from adaflash_batch.shards.parquet import inspect_shard, open_parquet, read_batches
 from adaflash_batch.shards.parquet_form import TableWriter
 from adaflash_batch.shards.schema import output_schema
 
@@ -161,7 +161,7 @@ def _schemas(job: JobOutput, parts: Coverage) -> Mapping[str, Any]:
     for (shard, _), name in sorted(parts.names.items()):
         source = job.inputs[shard].name
         if source not in schemas:
-            with _reading(name), open_part(job.filesystem, f"{job.path}/{name}") as file:
+            with _reading(name), open_parquet(job.filesystem, f"{job.path}/{name}") as file:
                 schemas[source] = file.schema_arrow
     if not schemas:  # inputs without rows leave no parts
         for each in job.inputs:
@@ -178,7 +178,7 @@ def _batches(
     job: JobOutput, names: Sequence[str], schema: Any, notify: Callable[[int, int], None]
 ) -> Iterator[Any]:
     for number, name in enumerate(names, 1):
-        with _reading(name), open_part(job.filesystem, f"{job.path}/{name}") as file:
+        with _reading(name), open_parquet(job.filesystem, f"{job.path}/{name}") as file:
             for batch in read_batches(file):
                 yield conform(batch, schema, name)
         notify(number, len(names))

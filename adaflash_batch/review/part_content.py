@@ -12,12 +12,12 @@ from adaflash_batch.review.input_rows import InputComparison, InputRows
 from adaflash_batch.review.job_output import JobOutput
 from adaflash_batch.review.leftovers import Rejects
 from adaflash_batch.review.our_columns import Ints, OurColumns, row_settings
-from adaflash_batch.review.parts import READ_ERRORS, Part, first_line, open_part
+from adaflash_batch.review.parts import READ_ERRORS, Part, first_line
 from adaflash_batch.review.problems import Problems
 from adaflash_batch.review.row_order import SampleOrder, Sums
 from adaflash_batch.review.schemas import schema_differences
 from adaflash_batch.shards.footer import PartFooter
-from adaflash_batch.shards.parquet import read_batches
+from adaflash_batch.shards.parquet import open_parquet, read_batches
 from adaflash_batch.shards.schema import OUR_COLUMNS
 
 
@@ -48,7 +48,7 @@ class PartCheck:
         """
         name = part.file.name
         try:
-            with open_part(self._job.filesystem, part.file.path) as file:
+            with open_parquet(self._job.filesystem, part.file.path) as file:
                 found = file.schema_arrow
                 if self._check_schema(name, found, schema):
                     self._check_rows(part, file, source)

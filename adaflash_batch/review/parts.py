@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from adaflash_batch.review.job_output import JobOutput, PartFile
 from adaflash_batch.shards.footer import PartFooter
+from adaflash_batch.shards.parquet import open_parquet
 from adaflash_batch.shards.writer import part_name
 
 # Where every footer is a request over a network, one after the other takes hours.
 _AT_ONCE = 16
-_READ_BUFFER = 256 * 1024
 # What a damaged file may raise while it is read; names in its footer need not be text.
 READ_ERRORS = (OSError, UnicodeDecodeError, pa.ArrowException)
 
@@ -39,15 +37,6 @@ class Part:
     damage: str | None = None
 
 
-@contextmanager
-def open_part(filesystem: Any, path: str) -> Iterator[Any]:
-    """A `pyarrow.parquet.ParquetFile` that compares page checksums while it reads."""
-    with filesystem.open_input_file(path) as source:
-        yield pq.ParquetFile(
-            source, buffer_size=_READ_BUFFER, pre_buffer=False, page_checksum_verification=True
-        )
-
-
 def read_parts(job: JobOutput, files: Iterable[PartFile]) -> Iterator[Part]:
     """The footers of part files, in order; a file that is gone by then is left out."""
     waiting = iter(files)
@@ -60,7 +49,7 @@ def read_parts(job: JobOutput, files: Iterable[PartFile]) -> Iterator[Part]:
 
 def _read_part(filesystem: Any, file: PartFile) -> Part | None:
     try:
-        with open_part(filesystem, file.path) as opened:
+        with open_parquet(filesystem, file.path) as opened:
             metadata = opened.metadata
             footer = PartFooter.from_metadata(metadata.metadata)
     except FileNotFoundError:

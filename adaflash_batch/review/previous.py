@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from pyarrow import fs
 
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.shards.footer import PartFooter, Totals
 from adaflash_batch.shards.inputs import Shard
-from adaflash_batch.shards.job_folder import FOLDER, JOB
-from adaflash_batch.shards.locations import is_local, list_directory, locate, stat
-from adaflash_batch.shards.recovery import differences, fingerprint
-from adaflash_batch.shards.writer import PART_NAME, refuse_overlap
+from adaflash_batch.shards.job_folder import JobFolder
+from adaflash_batch.shards.locations import is_local, locate, stat
+from adaflash_batch.shards.recovery import fingerprint, read_footer
+from adaflash_batch.shards.writer import list_parts, refuse_overlap
 
 _MOST_TOLD = 5
 
@@ -112,9 +109,7 @@ def _read_parts(filesystem: Any, found: Previous, facts: Mapping[str, object]) -
     mark = fingerprint(facts)
     others: list[str] = []
     num_parts = 0
-    for info in list_directory(filesystem, found.path):
-        if info.type != fs.FileType.File or not PART_NAME.fullmatch(info.base_name):
-            continue
+    for info in list_parts(filesystem, found.path):
         num_parts += 1
         footer = _read_footer(filesystem, info.path)
         if footer is None:
@@ -135,25 +130,16 @@ def _read_parts(filesystem: Any, found: Previous, facts: Mapping[str, object]) -
 
 
 def _read_footer(filesystem: Any, path: str) -> PartFooter | None:
+    """None also of what no job of ours wrote."""
     try:
-        with filesystem.open_input_file(path) as source:
-            metadata = pq.ParquetFile(source).metadata
-    except (OSError, pa.ArrowException):
+        return read_footer(filesystem, path)
+    except ConfigError:
         return None
-    footer = PartFooter.from_metadata(metadata.metadata)
-    is_whole = footer is not None and footer.totals.num_output_rows == metadata.num_rows
-    return footer if is_whole else None
 
 
-def _job_differences(
-    filesystem: Any, found: Previous, facts: Mapping[str, object]
-) -> Iterator[str]:
-    path = f"{found.path}/{FOLDER}/{JOB}"
-    if stat(filesystem, path).type != fs.FileType.File:
-        return
+def _job_differences(filesystem: Any, found: Previous, facts: Mapping[str, object]) -> list[str]:
     try:
-        with filesystem.open_input_stream(path) as stream:
-            before = json.loads(stream.read())
-        yield from differences(before.get("text_facts", {}), facts)
-    except (OSError, ValueError, AttributeError, pa.ArrowException) as error:
-        found.refusals.append(f"{path} cannot be read: {error}")
+        return JobFolder(filesystem, found.path).differences(facts)
+    except ConfigError as error:
+        found.refusals.append(error.message)
+        return []

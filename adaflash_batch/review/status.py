@@ -19,13 +19,13 @@ from adaflash_batch.review.parts import (
     Part,
     first_line,
     objections,
-    open_part,
     read_parts,
 )
 from adaflash_batch.review.runs import Run, read_runs
 from adaflash_batch.shards.footer import Totals
 from adaflash_batch.shards.journal import JOURNAL_NAME, read_journal
 from adaflash_batch.shards.locations import is_local
+from adaflash_batch.shards.parquet import open_parquet
 from adaflash_batch.shards.portion import read_name
 
 EXIT_INCOMPLETE = 75
@@ -174,7 +174,7 @@ def _error_kinds(job: JobOutput, parts: Sequence[Part], notes: list[str]) -> dic
     column = f"{job.prefix}error"
     for part in parts:
         try:
-            with open_part(job.filesystem, part.file.path) as file:
+            with open_parquet(job.filesystem, part.file.path) as file:
                 for batch in file.iter_batches(columns=[f"{column}.kind"], use_threads=False):
                     kinds = pc.value_counts(batch.column(column).flatten()[0].drop_null())
                     for each in kinds.to_pylist():

@@ -16,8 +16,8 @@ from pyarrow import fs
 
 from adaflash_batch.durable import flush
 from adaflash_batch.shards.job_folder import FOLDER
-from adaflash_batch.shards.locations import has_rename, is_local, list_directory, stat
-from adaflash_batch.shards.writer import PART_NAME, write_error
+from adaflash_batch.shards.locations import has_rename, is_local, stat
+from adaflash_batch.shards.writer import list_parts, write_error
 
 FRESH = "fresh"
 WHOLE = "whole"
@@ -83,10 +83,7 @@ def discard(filesystem: Any, output: str) -> None:
 
 
 def _parts(filesystem: Any, directory: str) -> list[str]:
-    if stat(filesystem, directory).type != fs.FileType.Directory:
-        return []
-    names = [info.base_name for info in list_directory(filesystem, directory)]
-    return [name for name in names if PART_NAME.fullmatch(name)]
+    return [info.base_name for info in list_parts(filesystem, directory)]
 
 
 def _read_mark(filesystem: Any, output: str) -> dict[str, list[str]] | None:

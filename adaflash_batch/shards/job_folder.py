@@ -12,11 +12,11 @@ from pyarrow import fs
 
 from adaflash_batch.durable import write_whole
 from adaflash_batch.errors import ConfigError
-from adaflash_batch.shards.locations import has_rename, is_local, list_directory, location, stat
+from adaflash_batch.shards.locations import has_rename, is_local, location, stat
 from adaflash_batch.shards.parquet import ShardInfo
 from adaflash_batch.shards.recovery import differences, fingerprint
 from adaflash_batch.shards.run_folder import utc_now
-from adaflash_batch.shards.writer import PART_NAME, write_error
+from adaflash_batch.shards.writer import list_parts, write_error
 
 FOLDER = "_adaflash"
 JOB = "job.json"
@@ -63,7 +63,7 @@ class JobFolder:
         """
         before = self._read(JOB)
         if before is not None and (is_in_use or self.has_parts()):
-            changed = differences(before.get("text_facts", {}), text_facts)
+            changed = _changed(before, text_facts)
             if changed:
                 lines = "\n  ".join(changed)
                 raise ConfigError(
@@ -96,6 +96,14 @@ class JobFolder:
         is_it = is_same(before, mark) and before is not None and bool(before.get("fresh"))
         return is_it and self._num_parts() < num_chunks
 
+    def differences(self, text_facts: Mapping[str, object]) -> list[str]:
+        """In what the job that the directory belongs to differs from another one, a line each.
+
+        Raises ConfigError where its job.json cannot be read.
+        """
+        before = self._read(JOB)
+        return [] if before is None else _changed(before, text_facts)
+
     def fingerprint(self) -> str | None:
         """Of the job that the directory belongs to; None if there is none."""
         before = self._read(JOB)
@@ -115,10 +123,7 @@ class JobFolder:
         return self._num_parts() > 0
 
     def _num_parts(self) -> int:
-        if stat(self._filesystem, self._output).type != fs.FileType.Directory:
-            return 0
-        found = list_directory(self._filesystem, self._output)
-        return sum(PART_NAME.fullmatch(info.base_name) is not None for info in found)
+        return len(list_parts(self._filesystem, self._output))
 
     def _read(self, name: str) -> dict[str, Any] | None:
         path = f"{self._path}/{name}"
@@ -148,6 +153,10 @@ class JobFolder:
                 self._filesystem.move(temporary, path)
         except (OSError, pa.ArrowException) as error:
             raise write_error(path, error) from error
+
+
+def _changed(job: Mapping[str, Any], text_facts: Mapping[str, object]) -> list[str]:
+    return differences(job.get("text_facts", {}), text_facts)
 
 
 def is_same(job: Mapping[str, Any] | None, mark: str) -> bool:

@@ -80,11 +80,6 @@ class JournalFolder:
             self._found[key] = header, found.rows
         return bool(found.rows)
 
-    @property
-    def num_found(self) -> int:
-        """Samples that were found and whose chunk has not begun."""
-        return sum(len(rows) for _, rows in self._found.values())
-
     def newest_version(self) -> tuple[int, int | None] | None:
         """Sequence and drafter's version of the last row that was found; None if none was."""
         rows = [row for _, rows in self._found.values() for row in rows.values()]

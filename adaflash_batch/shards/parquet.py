@@ -55,13 +55,20 @@ def inspect_shard(shard: Shard) -> ShardInfo:
 
 
 @contextmanager
-def open_shard(shard: Shard) -> Iterator[Any]:
-    """A `pyarrow.parquet.ParquetFile`; whatever goes wrong while it is open becomes InputError."""
-    with _reporting(shard), shard.filesystem.open_input_file(shard.path) as source:
+def open_parquet(filesystem: Any, path: str) -> Iterator[Any]:
+    """A `pyarrow.parquet.ParquetFile` that is read piece by piece; raises what Arrow raises."""
+    with filesystem.open_input_file(path) as source:
         # Checksums of pages, where a file has them, tell damage that still decodes to something.
         yield pq.ParquetFile(
             source, buffer_size=_READ_BUFFER, pre_buffer=False, page_checksum_verification=True
         )
+
+
+@contextmanager
+def open_shard(shard: Shard) -> Iterator[Any]:
+    """`open_parquet`; whatever goes wrong while it is open becomes InputError."""
+    with _reporting(shard), open_parquet(shard.filesystem, shard.path) as file:
+        yield file
 
 
 def read_batches(

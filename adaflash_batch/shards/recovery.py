@@ -93,7 +93,7 @@ def committed(
             with suppress(OSError, pa.ArrowException):
                 filesystem.delete_file(info.path)
         elif PART_NAME.fullmatch(info.base_name):
-            footer = _read_footer(filesystem, info.path)
+            footer = read_footer(filesystem, info.path)
             if footer is None:
                 found.notes.append(f"{info.path} is not whole: its rows are done again")
             else:
@@ -112,7 +112,7 @@ def _is_of_others(name: str, portion: Portion) -> bool:
     return not portion.holds(int(found[1]), int(found[2]))
 
 
-def _read_footer(filesystem: Any, path: str) -> PartFooter | None:
+def read_footer(filesystem: Any, path: str) -> PartFooter | None:
     """The footer of a part, None if the file is torn; ConfigError if it is somebody else's."""
     try:
         with filesystem.open_input_file(path) as source:

@@ -17,10 +17,11 @@ from pyarrow import fs
 from adaflash_batch.durable import put_in_place
 from adaflash_batch.request import RowError, RowKey
 from adaflash_batch.shards.footer import PartFooter
-from adaflash_batch.shards.locations import is_local, list_directory, stat
+from adaflash_batch.shards.job_folder import FOLDER
+from adaflash_batch.shards.locations import is_local, stat
 from adaflash_batch.shards.parquet import read_batches
 from adaflash_batch.shards.reader import Chunk
-from adaflash_batch.shards.writer import PART_NAME, write_error
+from adaflash_batch.shards.writer import list_parts, write_error
 
 REJECTS = "rejects.parquet"
 SCHEMA = pa.schema(
@@ -55,14 +56,14 @@ def write_rejects(
 
     Returns the number of output rows with errors. Raises AdaflashError if it cannot be written.
     """
-    path = f"{output}/_adaflash/{REJECTS}"
+    path = _path(output)
     batches = chain(
         _rejected(filesystem, output, content, prefix), _not_committed(open_errors, content)
     )
     try:
         first = next(batches, None)
         if first is None:
-            _remove(filesystem, path)
+            remove_rejects(filesystem, output)
             return 0
         if not is_local(filesystem):
             with filesystem.open_output_stream(path) as sink:
@@ -76,6 +77,10 @@ def write_rejects(
         raise write_error(path, error) from error
 
 
+def _path(output: str) -> str:
+    return f"{output}/{FOLDER}/{REJECTS}"
+
+
 def _write(sink: Any, first: Any, rest: Iterator[Any]) -> int:
     count = 0
     with pq.ParquetWriter(sink, SCHEMA, compression="zstd") as writer:
@@ -85,18 +90,20 @@ def _write(sink: Any, first: Any, rest: Iterator[Any]) -> int:
     return count
 
 
-def _remove(filesystem: Any, path: str) -> None:
-    if stat(filesystem, path).type == fs.FileType.File:
-        with suppress(FileNotFoundError):
-            filesystem.delete_file(path)
+def remove_rejects(filesystem: Any, output: str) -> None:
+    """Remove the file that a job before left, if there is one; AdaflashError if that fails."""
+    path = _path(output)
+    try:
+        if stat(filesystem, path).type == fs.FileType.File:
+            with suppress(FileNotFoundError):
+                filesystem.delete_file(path)
+    except (OSError, pa.ArrowException) as error:
+        raise write_error(path, error) from error
 
 
 def _rejected(filesystem: Any, output: str, content: str, prefix: str) -> Iterator[Any]:
     """Record batches of SCHEMA, in order of the rows."""
-    parts = [
-        info for info in list_directory(filesystem, output) if PART_NAME.fullmatch(info.base_name)
-    ]
-    for info in parts:
+    for info in list_parts(filesystem, output):
         with filesystem.open_input_file(info.path) as source:
             file = pq.ParquetFile(source)
             footer = PartFooter.from_metadata(file.metadata.metadata)

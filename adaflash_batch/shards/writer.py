@@ -28,6 +28,7 @@ from adaflash_batch.shards.locations import (
     has_rename,
     is_local,
     is_pattern,
+    list_directory,
     locate,
     path_matches,
     stat,
@@ -39,6 +40,7 @@ __all__ = [
     "TEMPORARY_NAME",
     "PartFooter",
     "Totals",
+    "list_parts",
     "make_footer",
     "part_name",
     "prepare_output",
@@ -54,6 +56,20 @@ TEMPORARY_NAME = re.compile(r"\.part-(\d{5,})-(\d{5,})\.parquet\.[0-9a-f]{8}\.tm
 def part_name(shard_index: int, chunk_index: int) -> str:
     """The name of a chunk's part file: `part-00003-00012.parquet`."""
     return f"part-{shard_index:05d}-{chunk_index:05d}.parquet"
+
+
+def list_parts(filesystem: Any, directory: str) -> list[Any]:
+    """Files of a directory that are named like parts, as FileInfos by name; it need not be there.
+
+    Raises InputError where the directory cannot be listed.
+    """
+    if stat(filesystem, directory).type != fs.FileType.Directory:
+        return []
+    return [
+        info
+        for info in list_directory(filesystem, directory)
+        if info.type == fs.FileType.File and PART_NAME.fullmatch(info.base_name)
+    ]
 
 
 def write_part(
