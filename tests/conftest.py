@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+from reviewed_jobs import Job, copied, make_job
 from tiny import tiny_model
 
 from adaflash_batch.engine.target import Target
@@ -28,3 +31,15 @@ def llama() -> Target:
 def one_thread() -> None:
     """Tiny tensors gain nothing from a second thread, and lose a lot where cores are shared."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The output of a job that came to its end, which nobody changes."""
+    return make_job(tmp_path_factory.mktemp("finished"))
+
+
+@pytest.fixture
+def job(tmp_path: Path, finished: Job) -> Job:
+    """A copy of it, to do with as one likes."""
+    return copied(finished, tmp_path)

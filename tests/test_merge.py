@@ -14,7 +14,7 @@ from folders import parts, run, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import fs
-from reviewed_jobs import MORE, PROMPTS, Job, command, copied, input_columns, make_job
+from reviewed_jobs import MORE, PROMPTS, Job, command, input_columns
 
 from adaflash_batch.errors import AdaflashError, ConfigError
 from adaflash_batch.review import merge as merging
@@ -22,16 +22,6 @@ from adaflash_batch.review.merge import merge
 from adaflash_batch.review.unify import conform, unify
 from adaflash_batch.shards.locations import locate
 from adaflash_batch.shards.schema import OUR_COLUMNS, output_schema
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    return make_job(tmp_path_factory.mktemp("finished"))
-
-
-@pytest.fixture
-def job(tmp_path: Path, finished: Job) -> Job:
-    return copied(finished, tmp_path)
 
 
 def rows_of(*paths: Path) -> list[dict[str, Any]]:

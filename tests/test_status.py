@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from folders import Listener, run, tiny_model_folder, write_rows
 from pyarrow import fs
-from reviewed_jobs import MORE, PROMPTS, Job, change_job, command, copied, make_job
+from reviewed_jobs import MORE, PROMPTS, Job, change_job, command, copied
 
 from adaflash_batch.durable import held
 from adaflash_batch.review.job_output import JobOutput
@@ -20,16 +20,6 @@ from adaflash_batch.review.runs import is_held, read_runs
 from adaflash_batch.review.status import read_status
 from adaflash_batch.review.status_view import format_bytes
 from adaflash_batch.shards.run_folder import utc_now
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    return make_job(tmp_path_factory.mktemp("finished"))
-
-
-@pytest.fixture
-def job(tmp_path: Path, finished: Job) -> Job:
-    return copied(finished, tmp_path)
 
 
 def report(job: Job, name: str, **fields: Any) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from reviewed_jobs import Job, change_job, changed, command, copied, make_job, refoot, rewrite
+from reviewed_jobs import Job, change_job, changed, command, refoot, rewrite
 
 from adaflash_batch.errors import ConfigError, InputError
 from adaflash_batch.review.job_output import JobOutput
@@ -20,16 +20,6 @@ from adaflash_batch.review.verify import Verification, verify
 from adaflash_batch.shards.footer import PartFooter
 from adaflash_batch.shards.fresh import mark_whole
 from adaflash_batch.shards.locations import LOCAL
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    return make_job(tmp_path_factory.mktemp("finished"))
-
-
-@pytest.fixture
-def job(tmp_path: Path, finished: Job) -> Job:
-    return copied(finished, tmp_path)
 
 
 def told(found: Verification) -> str:
