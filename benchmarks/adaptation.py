@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/adaptation.py shift|memory|scratch --prompts FILE.parquet --out DIR
            [--drafter DIR] [--rows N] [--shards N] [--aim pays|even|always]
-           [--swap | --in-turn CORE] [--json FILE] [-- OPTIONS OF run]
+           [--swap | --in-turn CORE | --beside CORE] [--json FILE] [-- OPTIONS OF run]
 
     shift    a job that learns, to the end that `--aim` says, and the same with `--adapt off`:
              time, τ, tokens/s by shard
@@ -13,7 +13,10 @@ The two jobs that are compared run at the same time, each with one thread on a c
 that whatever else the machine does falls on both; `--swap` does it again on each other's cores.
 `--in-turn` runs them one after the other on one core, where the other core is not free. A part's
 time is when its file was committed: loading, learning, publishing and writing are all in it. Of
-jobs in turn the seconds of the processor are told, too.
+jobs in turn the seconds of the processor are told, too. `--beside` (shift only) is for a machine
+that has other work: the learning job has one core, and whenever it has done five shards the frozen
+one does one of them beside it, as a job of its own, so that both meet the same other work. Compared
+are seconds of the processor, those of loading counted once.
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -78,13 +80,17 @@ class Job:
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment
         )
-        self._out, self._ended = "", self.began
+        self._out, self._ended, self.processor_s = "", self.began, 0.0
         # Its end is to be seen when it comes, whichever job is waited for.
         self._waiting = threading.Thread(target=self._wait)
         self._waiting.start()
 
     def _wait(self) -> None:
-        self._out, _ = self._process.communicate()
+        assert self._process.stdout is not None
+        self._out = self._process.stdout.read()
+        _, status, used = os.wait4(self._process.pid, 0)
+        self._process.returncode = os.waitstatus_to_exitcode(status)
+        self.processor_s = used.ru_utime + used.ru_stime
         self._ended = time.time()
 
     def finish(self) -> dict[str, Any]:
@@ -117,6 +123,16 @@ class Job:
             before = now
         return parts
 
+    @property
+    def num_parts(self) -> int:
+        """Committed."""
+        return len(list(self.folder.glob("part-*.parquet")))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return not self._waiting.is_alive()
+
     def texts(self) -> list[str]:
         """Completions in the order of the input."""
         paths = sorted(self.folder.glob("part-*.parquet"))
@@ -141,29 +157,61 @@ def pair(
     jobs: dict[str, Job] = {}
     found: dict[str, Any] = {}
     for (name, given), core in zip(options.items(), cores, strict=True):
-        before = _processor_seconds()
         jobs[name] = Job(out / name, inputs, core, given)
         if len(set(cores)) == 1:
             found[name] = jobs[name].finish()
-            found[name]["processor_s"] = round(_processor_seconds() - before, 1)
+            found[name]["processor_s"] = round(jobs[name].processor_s, 1)
     found = found or {name: job.finish() for name, job in jobs.items()}
     first, second = (job.texts() for job in jobs.values())
     same = sum(a == b for a, b in zip(first, second, strict=True))
     return {**found, "rows": len(first), "same_texts": same}
 
 
-def _processor_seconds() -> float:
-    """Of all processes that were waited for."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def beside(
+    out: Path, inputs: Sequence[Path], options: dict[str, list[str]], core: int, every: int = 5
+) -> dict[str, Any]:
+    """A learning job, and the frozen one on every fifth shard beside it."""
+    one = out / "one-row.parquet"
+    out.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pq.read_table(inputs[0]).slice(0, 1), one)
+    loading = Job(out / "loading", [one], core, [*options["frozen"], "--max-new-tokens", "1"])
+    loading.finish()
+    learning, frozen = Job(out / "adapted", inputs, core, options["adapted"]), []
+    in_the_middle = range(every // 2, len(inputs), every)
+    for shard in in_the_middle:
+        while learning.num_parts <= shard and not learning.is_over:
+            time.sleep(1.0)
+        frozen.append(Job(out / f"frozen-{shard:03}", [inputs[shard]], core, options["frozen"]))
+    samples = [job.finish() for job in frozen]
+    found = {
+        "adapted": learning.finish(),
+        "frozen": {"parts": [part for sample in samples for part in sample["parts"]]},
+    }
+    decoding = statistics.fmean(job.processor_s - loading.processor_s for job in frozen)
+    found["adapted"]["processor_s"] = learning.processor_s
+    found["frozen"]["processor_s"] = loading.processor_s + decoding * len(inputs)
+    texts = learning.texts()
+    size = -(-len(texts) // len(inputs))
+    pairs = zip(in_the_middle, frozen, strict=True)
+    same = [
+        one == other
+        for shard, job in pairs
+        for one, other in zip(texts[shard * size : (shard + 1) * size], job.texts(), strict=True)
+    ]
+    return {**found, "rows": len(texts), "rows_of_both": len(same), "same_texts": sum(same)}
 
 
 def shift(given: argparse.Namespace, inputs: list[Path], cores: Sequence[int]) -> dict[str, Any]:
     """Learning against not learning."""
     common = ["--drafter", str(given.drafter), *given.options]
     options = {"adapted": [*common, "--adapt", given.aim], "frozen": [*common, "--adapt", "off"]}
-    found = pair(given.out / f"shift-{cores[0]}", inputs, options, cores)
-    found["time_ratio"] = found["adapted"]["seconds"] / found["frozen"]["seconds"]
+    if given.beside is None:
+        found = pair(given.out / f"shift-{cores[0]}", inputs, options, cores)
+        measure = "seconds"
+    else:
+        found = beside(given.out / f"shift-{cores[0]}", inputs, options, given.beside)
+        measure = "processor_s"
+    found["time_ratio"] = found["adapted"][measure] / found["frozen"][measure]
     found["tau_ratio_last_quarter"] = _last_quarter(found["adapted"]) / _last_quarter(
         found["frozen"]
     )
@@ -172,7 +220,7 @@ def shift(given: argparse.Namespace, inputs: list[Path], cores: Sequence[int]) -
 
 def _last_quarter(job: dict[str, Any]) -> float:
     taus = [part["tau"] for part in job["parts"] if part["tau"] is not None]
-    return statistics.fmean(taus[-(-len(taus) * 3 // 4) :])
+    return statistics.fmean(taus[len(taus) * 3 // 4 :])
 
 
 def memory(given: argparse.Namespace, inputs: list[Path], cores: Sequence[int]) -> dict[str, Any]:
@@ -220,14 +268,18 @@ def main() -> None:
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--swap", action="store_true")
     order.add_argument("--in-turn", type=int, metavar="CORE")
+    order.add_argument("--beside", type=int, metavar="CORE")
     parser.add_argument("--json", type=Path)
     words = sys.argv[1:]
     place = words.index("--") if "--" in words else len(words)
     given = parser.parse_args(words[:place])
     given.options = words[place + 1 :]
+    if given.beside is not None and given.study != "shift":
+        parser.error("--beside is for shift")
     inputs = split(given.prompts, given.out / "shards", given.rows, given.shards)
     study = {"shift": shift, "memory": memory, "scratch": scratch}[given.study]
-    orders = [(given.in_turn,) * 2] if given.in_turn is not None else [(0, 1)]
+    alone = given.in_turn if given.in_turn is not None else given.beside
+    orders = [(alone,) * 2] if alone is not None else [(0, 1)]
     turns = [study(given, inputs, cores) for cores in orders + [(1, 0)] * given.swap]
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True
