@@ -32,12 +32,14 @@ app = typer.Typer(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point. Exits with a code of README, "Exit codes"; a bug ends in a traceback and 1."""
     try:
-        code = app(arguments, standalone_mode=False)
+        code = app(arguments, standalone_mode=False, prog_name="adaflash-batch")
     except AdaflashError as error:
         _complain(error.message, error.hint)
         code = error.exit_code
     except typer.TyperException as error:
-        _complain(error.format_message().rstrip("."), "see adaflash-batch run --help")
+        context = getattr(error, "ctx", None)
+        command = "adaflash-batch" if context is None else context.command_path
+        _complain(error.format_message().rstrip("."), f"see {command} --help")
         code = EXIT_USAGE
     sys.exit(code)
 

@@ -36,3 +36,9 @@ class LockedError(AdaflashError):
     """Another process is at work there: running the same again, later, can help."""
 
     exit_code = 75
+
+
+def first_line(error: Exception) -> str:
+    """The message of an error, for a line of ours: without a full stop, never empty."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

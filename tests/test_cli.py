@@ -164,6 +164,22 @@ FLAGS = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["run", "--nope"], "run"),
+        (["check", "--nope"], "check"),
+        (["drafter", "list", "--nope"], "drafter list"),
+    ],
+)
+def test_usage_errors_point_to_the_help_of_their_command(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], command: str
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    assert f"hint: see adaflash-batch {command} --help\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("section", "name", "flag"), FLAGS)
 def test_every_flag_sets_its_key(job: FakeJob, section: str, name: str, flag: str) -> None:
     field = section_fields(section)[name]

@@ -28,7 +28,6 @@ _FORMAT = 1
 _WINDOW = 15
 _HALF = _WINDOW // 2
 _ENOUGH = 16
-_ENOUGH_DRAFTS = 3
 _MOST_UNSETTLED = 24
 _KEPT_PER_BIN = 8
 _MOST = 1e15  # no seconds or keys read are more
@@ -72,11 +71,6 @@ class StepCost:
     def is_known(self) -> bool:
         """Whether enough passes of the target were seen for its predictions to be believed."""
         return self._curves["target"].num_seen >= _ENOUGH
-
-    @property
-    def is_draft_known(self) -> bool:
-        """Whether enough of the drafter's passes were seen; before the first they are free."""
-        return self._curves["draft"].num_seen >= _ENOUGH_DRAFTS
 
     def observe_target(self, tokens: int, rows: int, context: int, seconds: float) -> None:
         """Take in a pass with its verification.

@@ -17,7 +17,7 @@ from torch import nn
 from adaflash_batch.engine.attention_call import AttentionCall, CannotAttend, LayerShape
 from adaflash_batch.engine.fusing import fuse
 from adaflash_batch.engine.packed_linear import LEAST_ROWS, PackedLinear, some_outputs
-from adaflash_batch.errors import ConfigError
+from adaflash_batch.errors import ConfigError, first_line
 from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.kernels.paged_attention import (
     Attention,
@@ -364,8 +364,7 @@ def _load_model(
             trust_remote_code=trust_remote_code,
         )
     except (ValueError, OSError, KeyError, ImportError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise ConfigError(f"{name} cannot be loaded: {reason}") from error
+        raise ConfigError(f"{name} cannot be loaded: {first_line(error)}") from error
     return model
 
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from adaflash_batch import model_files, models
 from adaflash_batch.engine.assembly import DecoderPlan, build_decoder
-from adaflash_batch.errors import AdaflashError, ConfigError
+from adaflash_batch.errors import AdaflashError, ConfigError, first_line
 from adaflash_batch.job_facts import job_sampling, load_codec
 from adaflash_batch.request import Request, RowError, RowKey, Sampling
 from adaflash_batch.review.audit_report import Audit, Redone
@@ -21,7 +21,6 @@ from adaflash_batch.review.job_output import JobOutput
 from adaflash_batch.review.parts import (
     READ_ERRORS,
     Part,
-    first_line,
     objections,
     read_parts,
 )

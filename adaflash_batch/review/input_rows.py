@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from adaflash_batch.errors import InputError
+from adaflash_batch.errors import InputError, first_line
 from adaflash_batch.review.our_columns import Ints, Mask
-from adaflash_batch.review.parts import first_line
 from adaflash_batch.shards.parquet import read_batches
 
 

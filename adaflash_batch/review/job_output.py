@@ -11,7 +11,7 @@ import pyarrow as pa
 from pyarrow import fs
 from pydantic import ValidationError
 
-from adaflash_batch.errors import ConfigError
+from adaflash_batch.errors import ConfigError, first_line
 from adaflash_batch.job_place import Place
 from adaflash_batch.shards.fresh import WHOLE, fresh_path
 from adaflash_batch.shards.inputs import Shard
@@ -208,4 +208,4 @@ def _reason(error: Exception) -> str:
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     if isinstance(error, KeyError):
         return f"{error} is missing"
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return first_line(error)

@@ -14,9 +14,10 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from adaflash_batch.drafter.store import KEEP, stored_models
+from adaflash_batch.errors import first_line
 from adaflash_batch.review.coverage import Coverage
 from adaflash_batch.review.job_output import JobOutput
-from adaflash_batch.review.parts import READ_ERRORS, first_line
+from adaflash_batch.review.parts import READ_ERRORS
 from adaflash_batch.review.problems import Problems
 from adaflash_batch.review.runs import read_runs
 from adaflash_batch.shards.journal import JOURNAL_NAME

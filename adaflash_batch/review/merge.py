@@ -17,10 +17,10 @@ import pyarrow as pa
 from pyarrow import fs
 
 from adaflash_batch.durable import flush
-from adaflash_batch.errors import AdaflashError, ConfigError
+from adaflash_batch.errors import AdaflashError, ConfigError, first_line
 from adaflash_batch.review.coverage import Coverage
 from adaflash_batch.review.job_output import JobOutput
-from adaflash_batch.review.parts import READ_ERRORS, first_line, objections, read_parts
+from adaflash_batch.review.parts import READ_ERRORS, objections, read_parts
 from adaflash_batch.review.unify import conform, unify
 from adaflash_batch.shards.footer import NAMESPACE
 from adaflash_batch.shards.locations import is_local, locate, real_path, stat

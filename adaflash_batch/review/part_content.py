@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
+from adaflash_batch.errors import first_line
 from adaflash_batch.request import Sampling
 from adaflash_batch.review.input_rows import InputComparison, InputRows
 from adaflash_batch.review.job_output import JobOutput
 from adaflash_batch.review.leftovers import Rejects
 from adaflash_batch.review.our_columns import Ints, OurColumns, row_settings
-from adaflash_batch.review.parts import READ_ERRORS, Part, first_line
+from adaflash_batch.review.parts import READ_ERRORS, Part
 from adaflash_batch.review.problems import Problems
 from adaflash_batch.review.row_order import SampleOrder, Sums
 from adaflash_batch.review.schemas import schema_differences

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from adaflash_batch.errors import first_line
 from adaflash_batch.review.job_output import JobOutput, PartFile
 from adaflash_batch.shards.footer import PartFooter
 from adaflash_batch.shards.parquet import open_parquet
@@ -122,9 +123,3 @@ def _input_objections(job: JobOutput, footer: PartFooter) -> list[str]:
             f"from row {first} on"
         )
     return found
-
-
-def first_line(error: Exception) -> str:
-    """The message of an error, for a line of ours."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__

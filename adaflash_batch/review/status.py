@@ -11,13 +11,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import fs
 
-from adaflash_batch.errors import InputError
+from adaflash_batch.errors import InputError, first_line
 from adaflash_batch.request import Sampling
 from adaflash_batch.review.job_output import JobOutput
 from adaflash_batch.review.parts import (
     READ_ERRORS,
     Part,
-    first_line,
     objections,
     read_parts,
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from adaflash_batch.errors import ConfigError
+from adaflash_batch.errors import ConfigError, first_line
 from adaflash_batch.shards.columns import is_string_like, plain_type
 from adaflash_batch.shards.footer import NAMESPACE
 from adaflash_batch.shards.schema import OUR_COLUMNS
@@ -85,7 +85,7 @@ def _cast(column: Any, wanted: Any, name: str) -> Any:
     except pa.ArrowException as error:
         raise ConfigError(
             f"column {wanted.name!r} of {name} is {column.type}, a value of it does not fit the "
-            f"common type {wanted.type}: {str(error).splitlines()[0]}",
+            f"common type {wanted.type}: {first_line(error)}",
             "merge the parts of each input file by itself",
         ) from error
 

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from adaflash_batch.errors import InputError
+from adaflash_batch.errors import InputError, first_line
 from adaflash_batch.shards.inputs import Shard
 
 # With a buffer Arrow reads a column chunk piece by piece; without one it holds all of it.
@@ -102,13 +102,9 @@ def _reporting(shard: Shard) -> Iterator[None]:
         yield
     except (OSError, pa.ArrowException) as error:
         raise InputError(
-            f"cannot read {shard.path} as Parquet: {_first_line(error)}",
+            f"cannot read {shard.path} as Parquet: {first_line(error)}",
             "the file may be cut short, damaged or of another format",
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else repr(error)
 
 
 def _digest(source: Any, footer_size: int) -> str:
