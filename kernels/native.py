@@ -90,6 +90,11 @@ def _digest(code: Path, compiler: list[str], flags: list[str]) -> str:
     return digest.hexdigest()[:20]
 
 
+def processor_flags() -> frozenset[str]:
+    """What the processor can do, in Linux's words; empty where it does not say."""
+    return frozenset(_processor().partition(":")[2].split())
+
+
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -13,7 +13,7 @@ from tiny import ARCHITECTURES, VOCABULARY, tiny_llama, tiny_model
 from torch import nn
 
 from adaflash_batch.engine.fused_layer import FusedLayer
-from adaflash_batch.engine.packed_linear import PackedLinear, can_pack
+from adaflash_batch.engine.packed_linear import can_pack, pack
 from adaflash_batch.engine.target import Target
 from adaflash_batch.kernels import elementwise
 from adaflash_batch.kernels.paged_attention import PackedStep
@@ -119,7 +119,7 @@ def test_bfloat16_models_pack_their_weights_and_keep_their_logits(architecture: 
 def test_a_packed_product_does_not_depend_on_the_rows_beside_it() -> None:
     """Else a text in bfloat16 would depend on what runs at the same time, and on speculation."""
     linear = nn.Linear(1536, 576, bias=False, dtype=torch.bfloat16).requires_grad_(False)
-    packed = PackedLinear([linear])
+    packed = pack([linear])
     # Sums of large numbers that nearly cancel: another order of summation is seen at once.
     x = torch.randn(64, 1536, generator=torch.Generator().manual_seed(0)).pow(5).bfloat16()
     whole = packed(x)
@@ -157,4 +157,4 @@ def test_a_packed_linear_equals_the_linears() -> None:
         x = normal(3, 24, dtype=torch.bfloat16)
         with torch.inference_mode():
             expected = torch.cat([linear(x) for linear in linears], dim=-1)
-            assert_close(PackedLinear(linears)(x), expected)
+            assert_close(pack(linears)(x), expected)

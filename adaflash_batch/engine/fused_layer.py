@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from adaflash_batch.engine.attention_call import AttentionCall, LayerShape
-from adaflash_batch.engine.packed_linear import side_by_side
+from adaflash_batch.engine.packed_linear import TiledLinear, side_by_side
+from adaflash_batch.kernels.decoder_stack import StackLayer, StackLinear
 from adaflash_batch.kernels.elementwise import add_rms_norm, rms_norm, rotate, silu_mul
 from adaflash_batch.kernels.paged_attention import Attention, paged_attention
 
@@ -64,6 +65,31 @@ class FusedLayer(nn.Module):
             window = attention.config.sliding_window
         self._how = Attention(scale=float(attention.scaling), window=window or 0)
 
+    @property
+    def attention_shape(self) -> tuple[int, int, int]:
+        """Heads of queries, heads of keys, size of a head."""
+        return self._num_heads, self._num_kv_heads, self._head_dim
+
+    def stack_layer(self) -> StackLayer | None:
+        """The same for DecoderStack; None where a product is not in tiles."""
+        qkv, out, gate_up, down = map(
+            _stack_linear, (self._qkv, self._out, self._gate_up, self._down)
+        )
+        if qkv is None or out is None or gate_up is None or down is None:
+            return None
+        return StackLayer(
+            qkv=qkv,
+            out=out,
+            gate_up=gate_up,
+            down=down,
+            norm=self._norm,
+            mlp_norm=self._mlp_norm,
+            head_norms=self._head_norms,
+            window=self._how.window,
+            scale=self._how.scale,
+            eps=self._eps,
+        )
+
     def forward(
         self,
         hidden_states: torch.Tensor,  # [1, T, H]
@@ -103,3 +129,9 @@ class FusedLayer(nn.Module):
         mixed = paged_attention(call.step, kv, queries, keys, values, self._how)
         out: torch.Tensor = self._out(mixed)
         return out
+
+
+def _stack_linear(layer: nn.Module) -> StackLinear | None:
+    if not isinstance(layer, TiledLinear):
+        return None
+    return StackLinear(layer.weight, layer.bias, layer.out_features)

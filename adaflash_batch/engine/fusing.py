@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from adaflash_batch.engine.fused_layer import FusedLayer, is_known
-from adaflash_batch.engine.packed_linear import PackedLinear, can_pack
+from adaflash_batch.engine.packed_linear import can_pack, pack
 from adaflash_batch.kernels.elementwise import is_available, rms_norm, rms_norm_reference
 
 # Projections that transformers' decoders apply to one and the same input.
@@ -45,7 +45,7 @@ class _Projections(nn.Module):
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         super().__init__()
         self._sizes = [linear.out_features for linear in linears]
-        self._packed = PackedLinear(linears)
+        self._packed = pack(linears)
         self._input: torch.Tensor | None = None
         self._parts: tuple[torch.Tensor, ...] = ()
 
@@ -109,7 +109,7 @@ def _fuse_projections(module: nn.Module) -> None:
 def _pack_linears(module: nn.Module) -> None:
     for name, child in module.named_children():
         if type(child) is nn.Linear:
-            setattr(module, name, PackedLinear([child]))
+            setattr(module, name, pack([child]))
 
 
 def _fuse_norms(module: nn.Module) -> None:

@@ -8,30 +8,43 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from adaflash_batch.kernels import tiled_linear
+
 # A layout for few rows is as fast for many (measured at 1 to 256 rows, see fusing.py).
 _PACKED_FOR_ROWS = 32
-# Fewer rows are filled up to so many, for two reasons (Zen 4, one thread, 2026-11-30): a pass of
-# SmolLM2-135M's products takes 29.7 ms with 1 row, 33.3 with 2, 23.5 with 5 and 24.0 with 6; and a
-# single row is summed up in another order than several, so that its text may come out differently.
-LEAST_ROWS = 5
+# Fewer rows are filled up to so many for oneDNN, for two reasons (Zen 4, one thread, 2026-11-30): a
+# pass of SmolLM2-135M's products takes 29.7 ms with 1 row, 33.3 with 2, 23.5 with 5, 24.0 with 6;
+# and a single row is summed up in another order than several, so that its text may differ.
+_LEAST_ROWS = 5
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether linear layers of this type gain from a layout of their own here."""
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return False
+    return tiled_linear.is_available() or _has_one_dnn()
+
+
+def _has_one_dnn() -> bool:
     return (
-        device.type == "cpu"
-        and dtype == torch.bfloat16
-        and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+        bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
+
+
+def pack(linears: Sequence[nn.Linear]) -> PackedLinear:
+    """Linear layers of one input side by side, where `can_pack`."""
+    if tiled_linear.is_available() and linears[0].in_features % 2 == 0:
+        return TiledLinear(linears)
+    return OneDnnLinear(linears)
 
 
 def side_by_side(linears: Sequence[nn.Linear]) -> nn.Module:
     """One layer that computes all of them from one input: [.., in] to [.., sum of outs]."""
     weight = linears[0].weight
     if can_pack(weight.dtype, weight.device):
-        return PackedLinear(linears)
+        return pack(linears)
     if len(linears) == 1:
         return linears[0]
     num_outputs = sum(linear.out_features for linear in linears)
@@ -57,32 +70,81 @@ def some_outputs(layer: nn.Module, outputs: torch.Tensor) -> nn.Module | None:
 
 
 class PackedLinear(nn.Module):
-    """Linear layers side by side, weights laid out for oneDNN; [.., in] to [.., sum of outs]."""
+    """Linear layers side by side, weights laid out for the processor.
+
+    Attributes:
+        least_rows: fewer are filled up to so many.
+    """
+
+    least_rows = 1
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         super().__init__()
-        weight = torch.cat([linear.weight.detach() for linear in linears])
-        self.out_features, self.in_features = weight.shape
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
-        self._bias = _biases(linears) if linears[0].bias is not None else None
+        self.in_features = linears[0].in_features
+        self.out_features = sum(linear.out_features for linear in linears)
+        self.bias = _biases(linears) if linears[0].bias is not None else None
 
     def unpacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(weight [out, in], bias [out]) as they were given."""
-        return self._weight.to_dense(), self._bias
+        raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See the class."""
+        """[.., in] to [.., sum of outs]."""
+        raise NotImplementedError
+
+
+class TiledLinear(PackedLinear):
+    """By our own kernel.
+
+    Attributes:
+        weight: see kernels.tiled_linear.tiled.
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        super().__init__(linears)
+        self.weight = tiled_linear.tiled(_weights(linears))
+
+    def unpacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See PackedLinear."""
+        return tiled_linear.untiled(self.weight, self.out_features), self.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See PackedLinear."""
+        return tiled_linear.tiled_linear(x, self.weight, self.bias, self.out_features)
+
+
+class OneDnnLinear(PackedLinear):
+    """By oneDNN's."""
+
+    least_rows = _LEAST_ROWS
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        super().__init__(linears)
+        weight = _weights(linears)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+
+    def unpacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See PackedLinear."""
+        return self._weight.to_dense(), self.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See PackedLinear."""
         rows = x.numel() // self.in_features
-        if rows >= LEAST_ROWS:
+        if rows >= self.least_rows:
             return self._product(x)
-        filled = F.pad(x.reshape(rows, self.in_features), (0, 0, 0, LEAST_ROWS - rows))
+        flat = x.reshape(rows, self.in_features)
+        filled = F.pad(flat, (0, 0, 0, self.least_rows - rows))
         return self._product(filled)[:rows].view(*x.shape[:-1], self.out_features)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._weight, self._bias, "none", [], ""
+            x, self._weight, self.bias, "none", [], ""
         )
         return out
+
+
+def _weights(linears: Sequence[nn.Linear]) -> torch.Tensor:
+    return torch.cat([linear.weight.detach() for linear in linears])
 
 
 def _biases(linears: Sequence[nn.Linear]) -> torch.Tensor:

@@ -16,7 +16,8 @@ from torch import nn
 
 from adaflash_batch.engine.attention_call import AttentionCall, CannotAttend, LayerShape
 from adaflash_batch.engine.fusing import fuse
-from adaflash_batch.engine.packed_linear import LEAST_ROWS, PackedLinear, some_outputs
+from adaflash_batch.engine.packed_linear import PackedLinear, some_outputs
+from adaflash_batch.engine.stack import StackedModel
 from adaflash_batch.errors import ConfigError, first_line
 from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.kernels.paged_attention import (
@@ -108,7 +109,8 @@ class Target:
         self._head_is_tapped = False
         self.num_forward_tokens = 0
         self._shapes = _probe_shapes(self._model, self.num_layers)
-        self._least_tokens = LEAST_ROWS if self.packed_linears() else 1
+        self._stacked = StackedModel.of(model)
+        self._least_tokens = max((each.least_rows for each in self.packed_linears()), default=1)
 
     @staticmethod
     def load(
@@ -184,7 +186,8 @@ class Target:
     def tap(self, layer_ids: tuple[int, ...]) -> None:
         """Keep the output of these decoder layers at every forward, for `tapped`."""
         layers = _decoder_layers(self._model, self.num_layers)
-        for layer_id in set(layer_ids) - self._tapped:
+        is_hooked = self._stacked is None
+        for layer_id in (set(layer_ids) - self._tapped) if is_hooked else ():
             layers[layer_id].register_forward_hook(self._tap_hook(layer_id))
         self._tapped.update(layer_ids)
 
@@ -239,6 +242,10 @@ class Target:
             missing = self._least_tokens - num_tokens
             token_ids, positions = (F.pad(each, (0, missing)) for each in (token_ids, positions))
             step = _filled(step, num_tokens, missing, len(kv[0].k_pages) - 1)
+        if self._stacked is not None:
+            parts = (token_ids, positions, step, kv, rows)
+            logits, self._taps = self._stacked.forward(*parts, self._tapped)
+            return logits
         output = self._model(
             input_ids=token_ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
@@ -246,8 +253,8 @@ class Target:
             logits_to_keep=rows,
             adaflash_call=AttentionCall(step, kv),
         )
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        chosen: torch.Tensor = output.logits[0]
+        return chosen
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Input embeddings of any shape of token ids, with the model's own scaling."""

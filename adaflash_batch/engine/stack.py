@@ -1,0 +1,77 @@
+"""A model whose decoder layers are run in one call, where all of them are ones that can be.
+
+# T packed tokens, R chosen rows, H hidden size, V vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from adaflash_batch.engine.fused_layer import FusedLayer
+from adaflash_batch.kernels import decoder_stack, tiled_linear
+from adaflash_batch.kernels.decoder_stack import DecoderStack
+from adaflash_batch.kernels.paged_attention import KVLayer, PackedStep
+
+# Models of transformers that are an embedding, such layers, a norm and an output layer.
+_KNOWN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+
+
+class StackedModel:
+    """Runs the parts of a transformers model without its own forward.
+
+    Args:
+        model: whose every layer is a FusedLayer.
+        stack: of its layers.
+    """
+
+    def __init__(self, model: Any, stack: DecoderStack) -> None:
+        self._body, self._stack = model.model, stack
+        self._head: nn.Module = model.get_output_embeddings()
+
+    @staticmethod
+    def of(model: Any) -> StackedModel | None:
+        """None where the model has to be run by its own forward."""
+        kind = type(model)
+        if kind.__name__ not in _KNOWN or not kind.__module__.startswith("transformers.models."):
+            return None
+        if not tiled_linear.is_available():
+            return None
+        layers = list(model.model.layers)
+        if not layers or not all(isinstance(layer, FusedLayer) for layer in layers):
+            return None
+        shapes = {layer.attention_shape for layer in layers}
+        parts = [layer.stack_layer() for layer in layers]
+        if len(shapes) > 1 or any(part is None for part in parts):
+            return None
+        shape = shapes.pop()
+        if not decoder_stack.is_available(shape[2]):
+            return None
+        return StackedModel(model, DecoderStack([part for part in parts if part], *shape))
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: PackedStep,
+        kv: list[KVLayer],
+        rows: torch.Tensor,
+        tapped: Collection[int],
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """One packed forward, see Target.forward.
+
+        Args:
+            tapped: layers whose outputs are wanted.
+
+        Returns:
+            logits [R, V], and the outputs [T, H] of the tapped layers.
+        """
+        x = self._body.embed_tokens(token_ids)
+        cos, sin = self._body.rotary_emb(x.unsqueeze(0), positions.unsqueeze(0))
+        taps = {layer: torch.empty_like(x) for layer in tapped}
+        self._stack.forward(x, cos[0].contiguous(), sin[0].contiguous(), step, kv, taps)
+        logits: torch.Tensor = self._head(self._body.norm(x[rows]))
+        return logits, taps

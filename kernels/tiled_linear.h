@@ -1,0 +1,78 @@
+/* Products of bfloat16 rows with a weight whose rows lie in tiles, sums in float32 (AVX-512 BF16).
+ *
+ * A tile is TILE outputs: [input pair][output][2], so that one instruction multiplies an input pair of a row
+ * with sixteen outputs. Each sum is made in the order of the inputs, whatever other rows there are: a token
+ * comes out the same alone and in a batch. tiled_linear.py lays weights out and holds the reference.
+ */
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "element.h"
+
+#define TILE 32
+#define TILE_ROWS 12 /* two registers of sums a row: 24 of 32 */
+
+/* weight: tiles of [inputs / 2][TILE][2]; bias: [outputs] or NULL */
+typedef struct {
+    const element *weight, *bias;
+    int64_t inputs, outputs;
+} Linear;
+
+static inline __attribute__((always_inline)) void
+tile_rows(const int rows, const Linear *linear, int64_t tile, const element *x, element *out) {
+    const int64_t inputs = linear->inputs, outputs = linear->outputs, first = tile * TILE;
+    const element *weight = linear->weight + tile * TILE * inputs;
+    __m512 sum[TILE_ROWS][2];
+    for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+    for (int64_t i = 0; i < inputs; i += 2) {
+        const element *at = weight + i * TILE;
+        const __m512bh low = (__m512bh)_mm512_loadu_si512(at);
+        const __m512bh high = (__m512bh)_mm512_loadu_si512(at + TILE);
+        for (int r = 0; r < rows; r++) {
+            int32_t pair;
+            memcpy(&pair, x + r * inputs + i, sizeof pair);
+            const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+            sum[r][0] = _mm512_dpbf16_ps(sum[r][0], both, low);
+            sum[r][1] = _mm512_dpbf16_ps(sum[r][1], both, high);
+        }
+    }
+    float bias[TILE] = {0.0f};
+    const int64_t left = outputs - first, count = left < TILE ? left : TILE;
+    if (linear->bias)
+        for (int64_t n = 0; n < count; n++) bias[n] = widen(linear->bias[first + n]);
+    for (int r = 0; r < rows; r++) {
+        element narrowed[TILE];
+        for (int half = 0; half < 2; half++) {
+            __m512 whole = _mm512_add_ps(sum[r][half], _mm512_loadu_ps(bias + 16 * half));
+            _mm256_storeu_si256((__m256i *)(narrowed + 16 * half), (__m256i)_mm512_cvtneps_pbh(whole));
+        }
+        memcpy(out + r * outputs + first, narrowed, sizeof(element) * count);
+    }
+}
+
+/* One tile of outputs for all rows, in groups of about the same size. */
+static inline void tile_of(const Linear *linear, int64_t tile, const element *x, element *out, int64_t rows) {
+    const int64_t groups = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (int64_t g = 0, row = 0; g < groups; g++) {
+        const int64_t size = (rows - row + groups - g - 1) / (groups - g);
+        const element *from = x + row * linear->inputs;
+        element *to = out + row * linear->outputs;
+#define CASE(n)                                                                                    \
+    case n: tile_rows(n, linear, tile, from, to); break;
+        switch (size) {
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+            CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+        }
+#undef CASE
+        row += size;
+    }
+}
+
+/* out[rows][outputs] = x[rows][inputs] * weight^T + bias */
+static void linear_rows(const Linear *linear, const element *x, element *out, int64_t rows) {
+    const int64_t tiles = (linear->outputs + TILE - 1) / TILE;
+#pragma omp parallel for schedule(static)
+    for (int64_t tile = 0; tile < tiles; tile++) tile_of(linear, tile, x, out, rows);
+}
