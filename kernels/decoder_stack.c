@@ -13,6 +13,7 @@ typedef struct {
     element *k_pages, *v_pages, *tap;
     int64_t window;
     float scale, eps;
+    int32_t causal;
 } StackLayer;
 
 typedef struct { int64_t num_layers, tokens, hidden, heads, kv_heads; } Shape;
@@ -46,7 +47,7 @@ static int32_t attend(const Step *step, const StackLayer *layer, const Shape *sh
         .q_token = turned, .q_head = HEAD_DIM, .k_token = turned, .k_head = HEAD_DIM,
         .v_token = stride, .v_head = HEAD_DIM,
         .num_heads = heads, .num_kv_heads = kv_heads, .window = layer->window,
-        .scale = layer->scale, .softcap = 0.0f, .causal = 1,
+        .scale = layer->scale, .softcap = 0.0f, .causal = layer->causal,
     };
     store_kv(step, &attention);
     return paged_attention(step, &attention);

@@ -42,6 +42,7 @@ class _CLayer(ctypes.Structure):
         ("window", ctypes.c_int64),
         ("scale", ctypes.c_float),
         ("eps", ctypes.c_float),
+        ("causal", ctypes.c_int32),
     )
 
 
@@ -79,7 +80,7 @@ class StackLayer:
         qkv, out, gate_up, down: its products.
         norm, mlp_norm: weights [H].
         head_norms: weights [D] for queries and for keys, where there are such.
-        window: see paged_attention.Attention.
+        window, causal: see paged_attention.Attention.
         scale: of scores.
         eps: of all norms.
     """
@@ -94,13 +95,15 @@ class StackLayer:
     window: int
     scale: float
     eps: float
+    causal: bool = True
 
     def c_struct(self) -> _CLayer:
         """For the call, without pages and tap."""
         q_norm, k_norm = self.head_norms or (None, None)
         linears = (each.c_struct() for each in (self.qkv, self.out, self.gate_up, self.down))
         norms = (_at(each) for each in (self.norm, self.mlp_norm, q_norm, k_norm))
-        return _CLayer(*linears, *norms, None, None, None, self.window, self.scale, self.eps)
+        numbers = (self.window, self.scale, self.eps, self.causal)
+        return _CLayer(*linears, *norms, None, None, None, *numbers)
 
 
 def is_available(head_dim: int) -> bool:

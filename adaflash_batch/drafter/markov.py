@@ -33,6 +33,7 @@ class MarkovHead(nn.Module):
         self.rank = rank
         self.markov_w1 = nn.Embedding(vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+        self._kept: tuple[Tensor, Tensor] | None = None
         self.gate_proj = nn.Linear(hidden_size + rank, rank) if kind == "gated" else None
         self.joint_proj = nn.Linear(hidden_size + 2 * rank, 3 * rank) if kind == "rnn" else None
 
@@ -58,7 +59,19 @@ class MarkovHead(nn.Module):
     def rows(self, token_ids: Tensor | None) -> Tensor:
         """W2's rows of these tokens [V, r]; all for None."""
         weight = self.markov_w2.weight
-        return weight if token_ids is None else weight[token_ids]
+        if token_ids is None:
+            return weight
+        if self._kept is not None and self._kept[0] is token_ids and not torch.is_grad_enabled():
+            return self._kept[1]
+        return weight[token_ids]
+
+    @torch.no_grad()
+    def keep_rows(self, token_ids: Tensor | None) -> None:
+        """Have `rows` of these tokens at hand, without gradients, until the weight is changed.
+
+        Whoever changes it calls this again.
+        """
+        self._kept = None if token_ids is None else (token_ids, self.rows(None)[token_ids])
 
     def walk(
         self,
@@ -82,7 +95,7 @@ class MarkovHead(nn.Module):
         for slot in range(hidden.shape[1]):
             latent, state = self._step(hidden[:, slot], previous, state)
             scores = logits[:, slot] + F.linear(latent, rows)
-            best = scores.argmax(-1)
+            best = scores.max(-1).indices  # argmax takes several times as long in bfloat16
             if watch is not None:
                 watch(scores, best)
             previous = best if token_ids is None else token_ids[best]

@@ -17,6 +17,7 @@ from adaflash_batch.drafter.config import DrafterConfig
 from adaflash_batch.drafter.length import Proposal
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.engine.target import Target
+from adaflash_batch.engine.tiled_drafter import TiledDrafter
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.exchange import DrafterWeights
 from adaflash_batch.kernels.page_size import PAGE
@@ -128,6 +129,9 @@ class BlockDrafter:
             )
             for _ in range(config.num_hidden_layers)
         ]
+        self._tiled = TiledDrafter.of(net, self._kv)
+        if net.markov_head is not None:
+            net.markov_head.keep_rows(self._token_ids)
         # The state before a request's anchor, in the row of the page that the state's token is in.
         self._states: torch.Tensor | None = None
         if config.has_input_projection:
@@ -170,18 +174,30 @@ class BlockDrafter:
         lengths = np.full(num_requests, rows, dtype=np.int32)
         step = PackedStep(starts, lengths, batch.positions, batch.table)
 
+        device = self._target.device
+        embeddings = self._target.embed(ids.flatten().to(device))
+        states = None
+        if self._states is not None:
+            states = self._states[_pages(batch.table, batch.positions)]
+        hidden = self._block(embeddings, states, positions.flatten().to(device), step)
+        anchors = anchors.to(device)
+        return _drafts(self._net.propose_judged(hidden, anchors, self._head, self._token_ids))
+
+    def _block(
+        self,
+        embeddings: torch.Tensor,
+        states: torch.Tensor | None,
+        positions: torch.Tensor,
+        step: PackedStep,
+    ) -> torch.Tensor:
+        if self._tiled is not None:
+            return self._tiled.block(embeddings, states, positions, step)
+
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return paged_attention(step, self._kv[layer], q, k, v, self._how[layer])
 
-        device = self._target.device
-        cos, sin = self._net.rotary(positions.flatten().to(device))
-        embeddings = self._target.embed(ids.flatten().to(device))
-        if self._states is not None:
-            pages = _pages(batch.table, batch.positions)
-            embeddings = self._net.rows(embeddings, self._states[pages])
-        hidden = self._net.block(embeddings, cos, sin, attend)
-        anchors = anchors.to(device)
-        return _drafts(self._net.propose_judged(hidden, anchors, self._head, self._token_ids))
+        rows = embeddings if states is None else self._net.rows(embeddings, states)
+        return self._net.block(rows, *self._net.rotary(positions), attend)
 
     def absorb(self, step: PackedStep, positions: torch.Tensor, features: torch.Tensor) -> None:
         """See Drafter: the context K/V of every layer, from one fused feature per token."""
@@ -189,6 +205,9 @@ class BlockDrafter:
             last = torch.from_numpy(step.start + step.length - 1).long()
             pages = _pages(step.table, step.context + step.length)
             self._states[pages] = features[last, -self._net.config.hidden_size :]
+        if self._tiled is not None:
+            self._tiled.absorb(features, positions, step)
+            return
         context = self._net.context(features)
         cos, sin = self._net.rotary(positions)
         for layer, kv in enumerate(self._kv):
@@ -203,6 +222,10 @@ class BlockDrafter:
             raise ConfigError(f"version {weights.version} is not this drafter's: {problem}")
         for name, parameter in own.items():
             parameter.copy_(weights.tensors[name])
+        if self._tiled is not None:
+            self._tiled.refresh()
+        if self._net.markov_head is not None:
+            self._net.markov_head.keep_rows(self._token_ids)
         self.version = weights.version
 
 
