@@ -96,7 +96,8 @@ class DevicePasses:
         began = self._marks.mark()
         inputs = buffers.fill(bucket, packed, table, sources)
         if comes_again and has_room:
-            outcome = self.graphs.run(bucket, lambda: self._run(inputs, keeps=True))
+            key = (bucket, self._target.num_watched)
+            outcome = self.graphs.run(key, lambda: self._run(inputs, keeps=True))
         else:
             outcome = self._run(inputs, keeps=False)
         self._target.show(outcome.seen)

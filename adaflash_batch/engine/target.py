@@ -218,6 +218,11 @@ class Target:
         """The matrix products of a forward pass, one a module, where they are packed."""
         return [m for m in self._model.modules() if isinstance(m, PackedLinear)]
 
+    @property
+    def num_watched(self) -> int:
+        """Places whose states are kept; a graph made before one was added does not keep it."""
+        return len(self._tapped) + self._head_is_tapped
+
     def tap(self, layer_ids: tuple[int, ...]) -> None:
         """Keep the output of these decoder layers at every forward, for `tapped`."""
         layers = decoder_layers(self._model, self.num_layers)
@@ -256,7 +261,8 @@ class Target:
 
     def show(self, seen: Seen) -> None:
         """Let `tapped` and `head_input` give this: its tensors have been written anew."""
-        self._taps, self._head_input = seen
+        # A copy: the next forward writes to the dict.
+        self._taps, self._head_input = dict(seen.taps), seen.head_input
 
     def forward(
         self,
