@@ -16,10 +16,12 @@ import torch
 from adaflash_batch.engine.cost import StepCost
 from adaflash_batch.engine.drafting import DraftBatch, Drafter
 from adaflash_batch.engine.machine import processor
+from adaflash_batch.engine.packing import Packed
+from adaflash_batch.engine.passes import Passes
+from adaflash_batch.engine.sampling import ChoiceBlock
 from adaflash_batch.engine.target import Target
 from adaflash_batch.kernels.page_size import PAGE
-from adaflash_batch.kernels.paged_attention import KVLayer, PackedStep
-from adaflash_batch.request import RowKey
+from adaflash_batch.request import RowKey, Sampling
 
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 # Larger passes are made once, smaller ones until chance is gone from the median.
@@ -32,7 +34,7 @@ _PROMPT_SHARE = 64  # a prompt's piece wants logits of one token in so many
 def profile(
     cost: StepCost,
     target: Target,
-    kv: list[KVLayer],
+    passes: Passes,
     drafter: Drafter | None,
     *,
     most_tokens: int,
@@ -42,17 +44,15 @@ def profile(
     """Time passes of growing size and let `cost` observe them.
 
     Args:
-        kv: KV memory of one page or more that no request uses.
+        passes: with KV memory of one page or more that no request uses.
         most_tokens: of a step.
         most_requests: at once.
         clock: seconds.
     """
     num_tokens, began = target.num_forward_tokens, clock()
-    _pass(target, kv, 1, 1)  # what is set up at first use is no step's cost
+    _pass(passes, 1, 1)  # what is set up at first use is no step's cost
     for size, num_rows in _passes(most_tokens):
-        then = clock()
-        _pass(target, kv, size, num_rows)
-        cost.observe_target(size, num_rows, size * PAGE, clock() - then)
+        cost.observe_target(size, num_rows, size * PAGE, _pass(passes, size, num_rows))
         if clock() - began > _MOST_SECONDS:
             break
     target.num_forward_tokens = num_tokens
@@ -80,18 +80,22 @@ def _passes(most_tokens: int) -> Iterator[tuple[int, int]]:
                 yield size, size // _PROMPT_SHARE
 
 
-def _pass(target: Target, kv: list[KVLayer], num_tokens: int, num_rows: int) -> None:
-    """As many requests as tokens, each at the last place of the first page."""
+def _pass(passes: Passes, num_tokens: int, num_rows: int) -> float:
+    """As many requests as tokens, each at the last place of the first page; seconds."""
     ones = np.ones(num_tokens, dtype=np.int32)
-    step = PackedStep(
-        np.arange(num_tokens, dtype=np.int32),
-        ones,
-        ones * (PAGE - 1),
-        np.zeros((num_tokens, 1), dtype=np.int32),
+    packed = Packed(
+        token_ids=np.zeros(num_tokens, dtype=np.int64),
+        positions=np.full(num_tokens, PAGE - 1, dtype=np.int64),
+        start=np.arange(num_tokens, dtype=np.int32),
+        length=ones,
+        context=ones * (PAGE - 1),
+        rows=np.arange(num_rows, dtype=np.int64),
     )
-    ids = torch.zeros(num_tokens, dtype=torch.int64)
-    logits = target.forward(ids, ids + (PAGE - 1), step, kv, torch.arange(num_rows))
-    logits.argmax(-1).tolist()
+    table = np.zeros((num_tokens, 1), dtype=np.int32)
+    block = ChoiceBlock(Sampling(), None, [0] * (num_rows - 1), (0, 0), 0)
+    begun = passes.begin(packed, table, [block], np.empty(0, dtype=np.int32))
+    begun.land()
+    return begun.seconds
 
 
 def _batch(num_requests: int) -> DraftBatch:

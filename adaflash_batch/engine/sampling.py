@@ -81,6 +81,12 @@ def choose(logits: torch.Tensor, blocks: Sequence[ChoiceBlock]) -> tuple[list[in
     highest, indices = logits.max(dim=-1)  # NaN wins, so it shows
     choices: list[int] = indices.tolist()
     sound: list[bool] = torch.isfinite(highest).tolist()
+    choose_others(logits, blocks, choices)
+    return choices, sound
+
+
+def choose_others(logits: torch.Tensor, blocks: Sequence[ChoiceBlock], choices: list[int]) -> None:
+    """Put their own choices in place of the likeliest tokens, for blocks that want other ones."""
     row = 0
     for block in blocks:
         sampling = block.sampling
@@ -89,7 +95,6 @@ def choose(logits: torch.Tensor, blocks: Sequence[ChoiceBlock]) -> tuple[list[in
             choices[rows] = _choose_block(logits[rows].float(), block)
         row += block.num_rows
     assert row == logits.shape[0]
-    return choices, sound
 
 
 def _choose_block(logits: torch.Tensor, block: ChoiceBlock) -> list[int]:
@@ -113,7 +118,7 @@ def reshape_logits(logits: torch.Tensor, block: ChoiceBlock) -> torch.Tensor:
     logits = logits.clone()
     if sampling.logit_bias:
         ids, amounts = zip(*sampling.logit_bias, strict=True)
-        logits[:, list(ids)] += torch.tensor(amounts, dtype=logits.dtype)
+        logits[:, list(ids)] += torch.tensor(amounts, dtype=logits.dtype, device=logits.device)
     seen = Counter(history.generated)
     for row in range(block.num_rows):
         if row > 0:
@@ -129,13 +134,13 @@ def _penalise(
 ) -> None:
     """Change one row [V] in place."""
     if sampling.repetition_penalty != 1.0:
-        ids = torch.tensor(sorted(prompt.union(seen)), dtype=torch.long)
+        ids = torch.tensor(sorted(prompt.union(seen)), dtype=torch.long, device=logits.device)
         values = logits[ids]
         penalty = sampling.repetition_penalty
         logits[ids] = torch.where(values > 0, values / penalty, values * penalty)
     if seen and (sampling.presence_penalty or sampling.frequency_penalty):
-        ids = torch.tensor(list(seen.keys()), dtype=torch.long)
-        counts = torch.tensor(list(seen.values()), dtype=logits.dtype)
+        ids = torch.tensor(list(seen.keys()), dtype=torch.long, device=logits.device)
+        counts = torch.tensor(list(seen.values()), dtype=logits.dtype, device=logits.device)
         logits[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
 
 
@@ -152,10 +157,10 @@ def sample(logits: torch.Tensor, sampling: Sampling, uniforms: Sequence[float]) 
     scaled = logits / sampling.temperature
     if sampling.top_p >= 1.0 and sampling.top_k == 0 and sampling.min_p == 0.0:
         weights = torch.softmax(scaled, dim=-1).double().cumsum(-1)
-        return [_invert(row, u) for row, u in zip(weights.numpy(), uniforms, strict=True)]
+        return [_invert(row, u) for row, u in zip(weights.cpu().numpy(), uniforms, strict=True)]
     num_candidates = min(max(_FIRST_CANDIDATES, sampling.top_k + 1), logits.shape[-1])
-    values, ids = scaled.topk(num_candidates, dim=-1)
-    log_mass = scaled.logsumexp(-1)
+    found = (*scaled.topk(num_candidates, dim=-1), scaled.logsumexp(-1))
+    values, ids, log_mass = (each.cpu() for each in found)
     chosen = []
     for row, u in enumerate(uniforms):
         kept = _kept(values[row], sampling, log_mass[row])
@@ -167,8 +172,9 @@ def sample(logits: torch.Tensor, sampling: Sampling, uniforms: Sequence[float]) 
 
 
 def _sample_all(scaled: torch.Tensor, sampling: Sampling, u: float) -> int:
-    values, ids = scaled.sort(descending=True)
-    kept = _kept(values, sampling, scaled.logsumexp(-1))
+    found = (*scaled.sort(descending=True), scaled.logsumexp(-1))
+    values, ids, log_mass = (each.cpu() for each in found)
+    kept = _kept(values, sampling, log_mass)
     return _pick(values[:kept], ids[:kept], u)
 
 
