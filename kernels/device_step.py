@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+from adaflash_batch.kernels.paged_attention import Int32, PackedStep
 
 NO_SEGMENT = -1
 """In `segment_of`: the token is padding."""
@@ -43,3 +47,27 @@ class DeviceStep:
     num_tokens: int
     max_length: int
     max_context: int
+
+
+def on_device(step: PackedStep, upload: Callable[[Int32], torch.Tensor]) -> DeviceStep:
+    """The same step on a device, without padding.
+
+    Args:
+        step: whose segments are one behind the other.
+        upload: takes an array there.
+    """
+    num_segments, num_tokens = len(step.start), int(step.length.sum())
+    segment_of = np.repeat(np.arange(num_segments, dtype=np.int32), step.length)
+    columns = (step.start, step.length, step.context, step.table, segment_of)
+    start, length, context, table, segments = map(upload, columns)
+    return DeviceStep(
+        *(start, length, context, table, segments),
+        num_tokens=num_tokens,
+        max_length=power_of_two(int(step.length.max())),
+        max_context=int((step.context + step.length).max()),
+    )
+
+
+def power_of_two(count: int) -> int:
+    """The first that is not below `count`, which is above 0."""
+    return 1 << (count - 1).bit_length()
