@@ -4,7 +4,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
-SEVERAL_RANKS := $(VENV)/deepspeed
+EXTRAS := $(VENV)/extras
 PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11
 # Without a GPU an open range would bring gigabytes of CUDA.
 TORCH ?= $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
@@ -22,7 +22,7 @@ demo: $(READY)
 	$(BIN)/adaflash-batch run --config jobs/smoke.toml --drafter none --no-lookup --out $(OUT)-plain
 	@$(BIN)/python -m adaflash_batch.report.show $(OUT) $(OUT)-plain
 
-test: $(READY) $(SEVERAL_RANKS)
+test: $(READY) $(EXTRAS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
@@ -45,8 +45,8 @@ $(READY): pyproject.toml
 	@$(PIP) "$(TORCH)" -e ".[dev]"
 	@touch $@
 
-# The tests of several trainer ranks want it, the demo does not.
-$(SEVERAL_RANKS): $(READY)
-	@echo "installing DeepSpeed for the tests"
-	@$(PIP) "$(TORCH)" -e ".[deepspeed]"
+# The tests of several trainer ranks and of GPU kernels want them, the demo does not.
+$(EXTRAS): $(READY)
+	@echo "installing DeepSpeed and Triton for the tests (some 300 MB, once)"
+	@$(PIP) "$(TORCH)" -e ".[deepspeed,triton]"
 	@touch $@

@@ -225,6 +225,7 @@ class RowDecoding:
             policy=Policy(speculation.widths, speculation.width, speculation.when == "pays"),
             looks_up=speculation.lookup,
             costs=models.cache_root() / "step-costs",
+            device=engine.device,
             concurrency=engine.concurrency,
             token_budget=engine.token_budget,
             kv_bytes=engine.kv_bytes,

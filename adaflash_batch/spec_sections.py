@@ -197,6 +197,8 @@ class EngineSection(BaseModel):
 
     model_config = _SECTION
 
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs; auto takes a GPU that PyTorch can use."""
     concurrency: Count = 64
     """Requests decoded at once."""
     token_budget: Count = 1024

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,11 @@ from reviewed_jobs import Job, copied, make_job
 from tiny import tiny_model
 
 from adaflash_batch.engine.target import Target
+
+# Kernels are interpreted on CPUs; for tests on a GPU it is set to 0. Triton looks at it while it is
+# imported itself, so this comes first.
+assert "triton" not in sys.modules
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # No test fails for being slow: the machine may be busy.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -19,10 +19,9 @@ from adaflash_batch.engine.sampling import (
     TokenHistory,
     choose,
     reshape_logits,
-    sample,
-    uniform,
 )
 from adaflash_batch.engine.target import Target
+from adaflash_batch.kernels.sampling import sample, uniform
 from adaflash_batch.request import Request, RowKey, Sampling
 
 TINY = 12  # vocabulary of the distribution tests

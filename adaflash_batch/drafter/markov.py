@@ -71,7 +71,12 @@ class MarkovHead(nn.Module):
 
         Whoever changes it calls this again.
         """
-        self._kept = None if token_ids is None else (token_ids, self.rows(None)[token_ids])
+        if token_ids is None:
+            self._kept = None
+        elif self._kept is not None and self._kept[0] is token_ids:
+            self._kept[1].copy_(self.rows(None)[token_ids])  # in place: graphs hold its address
+        else:
+            self._kept = token_ids, self.rows(None)[token_ids]
 
     def walk(
         self,

@@ -82,6 +82,7 @@ class DFlash(nn.Module):
         # the weights are made on the meta device.
         exponents = torch.arange(0, config.head_dim, 2, device="cpu").float() / config.head_dim
         self._frequencies = config.rope_theta**-exponents
+        self._temperatures: Tensor | None = None
 
     def fuse(self) -> DFlash:
         """Lay q/k/v and gate/up side by side in memory: one matmul for each at inference.
@@ -221,7 +222,10 @@ class DFlash(nn.Module):
         temperatures = self.config.confidence_temperatures
         logits = logits.float()
         if temperatures:
-            logits = logits / torch.tensor(temperatures, device=logits.device)
+            # Kept: a graph of the pass may not bring it from the host every time.
+            if self._temperatures is None:
+                self._temperatures = torch.tensor(temperatures, device=logits.device)
+            logits = logits / self._temperatures
         return survival_of(-logits)
 
     def scaled(self, logits: Tensor) -> Tensor:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
+from adaflash_batch.kernels.attention_kernels import NATIVE
+from adaflash_batch.kernels.device_step import DeviceStep
 from adaflash_batch.kernels.paged_attention import KVLayer, PackedStep
 
 
@@ -24,10 +29,12 @@ class AttentionCall:
     """The step and its memory, as a keyword of the model's call.
 
     With `kv` None the call only records what the layers look like (`shapes`, by layer number).
+    `attend` is the form of `paged_attention` for this kind of step.
     """
 
-    step: PackedStep | None = None
+    step: PackedStep | DeviceStep | None = None
     kv: list[KVLayer] | None = None
+    attend: Callable[..., torch.Tensor] = NATIVE.attend
     shapes: dict[int, LayerShape] = field(default_factory=dict)
 
     def record(self, layer: int, shape: LayerShape) -> None:

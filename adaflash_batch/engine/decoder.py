@@ -5,35 +5,50 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from adaflash_batch.engine.accept import emitted_tokens
 from adaflash_batch.engine.capture import Capture
 from adaflash_batch.engine.cost import StepCost
 from adaflash_batch.engine.drafting import Drafter
-from adaflash_batch.engine.in_flight import Entry, Item
+from adaflash_batch.engine.in_flight import (
+    Entry,
+    Flight,
+    Item,
+    learn_drafts,
+    misfit,
+    pack_items,
+    sources_of,
+)
 from adaflash_batch.engine.keeping import Keeping
 from adaflash_batch.engine.late_context import LateContext
 from adaflash_batch.engine.lookup import Lookup
-from adaflash_batch.engine.packing import Packed, PageTable, pack
+from adaflash_batch.engine.packing import Int32, Packed, PageTable
 from adaflash_batch.engine.pages import PagePool
+from adaflash_batch.engine.passes import Pass
+from adaflash_batch.engine.placing import place
 from adaflash_batch.engine.policy import NOTHING, WHOLE_BLOCKS, Chosen, Policy
 from adaflash_batch.engine.prefixes import page_keys
 from adaflash_batch.engine.pricing import Load, load_without_drafts
 from adaflash_batch.engine.profile import profile
-from adaflash_batch.engine.sampling import ChoiceBlock, TokenHistory, choose
+from adaflash_batch.engine.sampling import TokenHistory
 from adaflash_batch.engine.scheduler import Scheduled, Scheduler
 from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
 from adaflash_batch.engine.speculation import Speculator, reserved_tokens
 from adaflash_batch.engine.target import Target
 from adaflash_batch.exchange import DrafterWeights, Trajectory
 from adaflash_batch.kernels.page_size import PAGE
-from adaflash_batch.kernels.paged_attention import PackedStep
 from adaflash_batch.request import Completion, FinishReason, Request, RowError
+
+_ALL_KNOWN: Int32 = np.empty(0, dtype=np.int32)
 
 
 class Decoder:
     """Continuous batching with speculation.
+
+    On a device a step goes on while the host does something else: it ends in the call after the one
+    that began it.
 
     Args:
         target: the model whose choices make the text.
@@ -69,10 +84,8 @@ class Decoder:
         pool = PagePool(kv_tokens // PAGE)
         self._target = target
         self._kv = target.new_kv(pool.num_pages)
-        self._drafter = None if drafter is None else drafter(pool.num_pages)
-        if self._drafter is not None:
-            target.tap(self._drafter.tapped_layers)
-        reserve = reserved_tokens(self._drafter, lookup)
+        made = None if drafter is None else drafter(pool.num_pages)
+        reserve = reserved_tokens(made, lookup)
         self._scheduler = Scheduler(
             pool, max_running=max_running, token_budget=token_budget, reserve=reserve
         )
@@ -82,7 +95,20 @@ class Decoder:
         self._max_running, self._token_budget = max_running, token_budget
         self.end_token_ids = end_token_ids
         self._clock = clock
-        late = None if self._drafter is None else LateContext(self._drafter, self._table)
+        self._passes, self._drafter, self._late_drafter = place(
+            target,
+            self._kv,
+            made,
+            max_running=max_running,
+            token_budget=token_budget,
+            longest=longest,
+            reserve=reserve,
+            clock=clock,
+        )
+        late = None
+        if self._drafter is not None:
+            target.tap(self._drafter.tapped_layers)
+            late = LateContext(self._drafter, self._table, target.upload)
         self._keeping = Keeping(target, self._scheduler.prefixes, late, self.drafter_layers)
         self._shares_prefixes = share_prefixes
         self.cost = StepCost() if cost is None else cost
@@ -94,7 +120,9 @@ class Decoder:
             cost=self.cost,
             table=self._table,
             clock=clock,
+            times_drafts=self._late_drafter is None,
         )
+        self._flight: Flight | None = None
         self._entries: dict[ScheduledSequence, Entry] = {}
         self._finished: list[Completion] = []
         self._newest: Callable[[], DrafterWeights | None] | None = None
@@ -112,12 +140,16 @@ class Decoder:
         layer_ids: tuple[int, ...],
         emit: Callable[[Trajectory], None],
         wanted: Callable[[], bool] = lambda: True,
+        *,
+        keeps_all: bool = True,
     ) -> None:
         """From now on hand the states of finished requests to `emit`; see `Capture`."""
         assert not self._entries, "requests are on their way already"
         self._scheduler.prefixes.clear()  # nothing is kept of what these computed
         num_pages = self._scheduler.pool.num_pages if self._shares_prefixes else 0
-        self._keeping.capture = Capture(self._target, layer_ids, emit, wanted, num_pages)
+        self._keeping.capture = Capture(
+            self._target, layer_ids, emit, wanted, num_pages, keeps_all=keeps_all
+        )
 
     def profile(self) -> None:
         """Measure what steps take, before the first request."""
@@ -127,7 +159,7 @@ class Decoder:
         profile(
             self.cost,
             self._target,
-            self._kv,
+            self._passes,
             self._drafter,
             most_tokens=min(most, self._token_budget),
             most_requests=self._max_running,
@@ -198,7 +230,8 @@ class Decoder:
         entry = Entry(request, sequence, list(prompt), self._clock(), self.speculator.begin(prompt))
         if sampling.reshapes_logits:
             entry.history = TokenHistory(prompt=frozenset(prompt))
-        error = self._misfit(limit, sequence)
+        pool = self._scheduler.pool
+        error = misfit(limit, self.context, self._scheduler.pages_for(sequence), pool.num_pages)
         if error is not None:
             self._finished.append(entry.completion("error", error, self._clock()))
             return
@@ -211,35 +244,43 @@ class Decoder:
         for sequence in self._scheduler.drop_waiting():
             self._keeping.forget(self._entries.pop(sequence))
 
-    def _misfit(self, limit: int, sequence: ScheduledSequence) -> RowError | None:
-        if limit > self.context:
-            message = f"prompt and max_new_tokens are {limit} tokens, the context is "
-            return RowError("prompt_too_long", f"{message}{self.context}")
-        pool = self._scheduler.pool
-        if self._scheduler.pages_for(sequence) > pool.num_pages:
-            message = f"prompt and max_new_tokens are {limit} tokens, KV memory holds "
-            return RowError("kv_memory_too_small", f"{message}{pool.num_pages * PAGE}")
-        return None
-
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """Advance every scheduled request once; return what is finished."""
+        if self._passes.runs_ahead:
+            self._land()
+            self._launch()
+        else:
+            self._launch()
+            self._land()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _launch(self) -> None:
         self._adopt()
         began = self._clock()
         items = self._plan()
         assert items or not self._entries, "requests are left and none of them can move"
         if items:
-            packed = self._pack(items)
-            verifying = self._clock()
-            choices, sound = self._verify(items, packed)
-            verified = self._clock()
-            kept = self._commit(items, choices, sound)
-            self._keeping.keep(items, packed, kept)
-            self._dismiss(items)
-            self.num_steps += 1
-            self._observe(items, packed, verified - verifying, self._clock() - began)
-        finished, self._finished = self._finished, []
-        return finished
+            packed = pack_items(items)
+            self._flight = Flight(items, packed, self._verify(items, packed), began)
+
+    def _land(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        items, packed = flight.items, flight.packed
+        if self._late_drafter is not None:
+            learn_drafts(self._late_drafter, flight)
+            self.speculator.note_drafts(self._late_drafter.take_seconds())
+        choices, sound = flight.begun.land()
+        kept = self._commit(items, choices, sound)
+        self._keeping.keep(items, packed, kept)
+        self._dismiss(items)
+        if not self._entries:
+            self._keeping.flush()
+        self.num_steps += 1
+        self._observe(items, packed, flight.begun.seconds, self._clock() - flight.began)
 
     def _observe(self, items: list[Item], packed: Packed, target_s: float, whole_s: float) -> None:
         """Tell speculation what the step took."""
@@ -286,39 +327,12 @@ class Decoder:
         num_choices = len(drafts) + 1 if is_complete else 0
         return Item(entry, scheduled, chosen, drafts, num_choices, scheduled.num_shareable)
 
-    def _pack(self, items: list[Item]) -> Packed:
-        pieces, contexts = [], []
-        for item in items:
-            begin = item.scheduled.sequence.computed
-            known = item.entry.tokens[begin : begin + item.scheduled.num_known]
-            pieces.append(known + item.drafts)
-            contexts.append(begin)
-        return pack(pieces, contexts, [item.num_choices for item in items])
-
-    def _verify(self, items: list[Item], packed: Packed) -> tuple[list[int], list[bool]]:
+    def _verify(self, items: list[Item], packed: Packed) -> Pass:
         """One target forward; the target's choice behind every anchor and draft."""
-        sequences = [item.scheduled.sequence for item in items]
-        step = PackedStep(packed.start, packed.length, packed.context, self._table.rows(sequences))
-        logits = self._target.forward(
-            torch.from_numpy(packed.token_ids),
-            torch.from_numpy(packed.positions),
-            step,
-            self._kv,
-            torch.from_numpy(packed.rows),
-        )
-        return choose(logits, [self._block(item) for item in items if item.num_choices])
-
-    def _block(self, item: Item) -> ChoiceBlock:
-        entry = item.entry
-        request = entry.request
-        return ChoiceBlock(
-            sampling=request.sampling,
-            history=entry.history,
-            drafts=item.drafts,
-            key=(request.identity, request.key.sample),
-            position=len(entry.tokens),
-            end_ids=entry.ends(self.end_token_ids),
-        )
+        table = self._table.rows([item.scheduled.sequence for item in items])
+        blocks = [item.choice_block(self.end_token_ids) for item in items if item.num_choices]
+        sources = _ALL_KNOWN if self._late_drafter is None else sources_of(items, packed)
+        return self._passes.begin(packed, table, blocks, sources)
 
     def _commit(self, items: list[Item], choices: list[int], sound: list[bool]) -> list[int]:
         """Extend the texts. Returns for each item how many of its tokens are of use later."""

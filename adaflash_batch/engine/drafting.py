@@ -10,27 +10,20 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from adaflash_batch.drafter.config import DrafterConfig
 from adaflash_batch.drafter.length import Proposal
 from adaflash_batch.drafter.model import DFlash
+from adaflash_batch.engine.packing import Int32, Int64, Packed
 from adaflash_batch.engine.target import Target
 from adaflash_batch.engine.tiled_drafter import TiledDrafter
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.exchange import DrafterWeights
+from adaflash_batch.kernels.device_step import DeviceStep, on_device
 from adaflash_batch.kernels.page_size import PAGE
-from adaflash_batch.kernels.paged_attention import (
-    Attention,
-    KVLayer,
-    PackedStep,
-    paged_attention,
-    store_kv,
-)
+from adaflash_batch.kernels.paged_attention import Attention, KVLayer, PackedStep
 from adaflash_batch.request import RowKey
-
-Int32 = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +53,14 @@ class Draft:
             cannot say.
         length: of the scalar head (AdaFlash), the share of the block that is worth verifying, its
             anchor counted; None without that head.
+        place: where on the device the tokens are until the host knows them, which then writes them
+            into `token_ids`; None where they are known.
     """
 
     token_ids: list[int]
     survival: list[float] | None = None
     length: float | None = None
+    place: int | None = None
 
 
 class Drafter(Protocol):
@@ -129,7 +125,9 @@ class BlockDrafter:
             )
             for _ in range(config.num_hidden_layers)
         ]
-        self._tiled = TiledDrafter.of(net, self._kv)
+        self._tiled = None
+        if target.kernels.kind == "native":
+            self._tiled = TiledDrafter.of(net, self._kv)
         if net.markov_head is not None:
             net.markov_head.keep_rows(self._token_ids)
         # The state before a request's anchor, in the row of the page that the state's token is in.
@@ -162,56 +160,83 @@ class BlockDrafter:
             numbers += len(config.target_layer_ids) * config.hidden_size
         return numbers
 
+    @property
+    def config(self) -> DrafterConfig:
+        """Of the net."""
+        return self._net.config
+
+    @property
+    def target(self) -> Target:
+        """That it drafts for."""
+        return self._target
+
     def draft(self, batch: DraftBatch) -> list[Draft]:
         """See Drafter: one pass over anchors and masks, then what the net proposes from it."""
-        num_requests, rows = len(batch.anchors), self._net.config.block_size
-        anchors = torch.tensor(batch.anchors)
-        ids = torch.full((num_requests, rows), self._net.config.mask_token_id)
-        ids[:, 0] = anchors
-        positions = torch.from_numpy(batch.positions.astype(np.int64)).unsqueeze(1)
-        positions = positions + torch.arange(rows)
-        starts = np.arange(0, num_requests * rows, rows, dtype=np.int32)
-        lengths = np.full(num_requests, rows, dtype=np.int32)
-        step = PackedStep(starts, lengths, batch.positions, batch.table)
+        packed, upload = block_arrays(batch, self.config), self._target.upload
+        step = PackedStep(packed.start, packed.length, packed.context, batch.table)
+        proposal = self.propose(
+            upload(packed.token_ids),
+            upload(packed.positions),
+            on_device(step, upload) if self._target.kernels.takes_device_step else step,
+            upload(packed.rows),
+        )
+        return drafts_of(proposal)
 
-        device = self._target.device
-        embeddings = self._target.embed(ids.flatten().to(device))
-        states = None
-        if self._states is not None:
-            states = self._states[_pages(batch.table, batch.positions)]
-        hidden = self._block(embeddings, states, positions.flatten().to(device), step)
-        anchors = anchors.to(device)
-        return _drafts(self._net.propose_judged(hidden, anchors, self._head, self._token_ids))
+    def propose(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: PackedStep | DeviceStep,
+        pages: torch.Tensor,
+    ) -> Proposal:
+        """The pass alone. Reads nothing back from the device, so a graph can hold it.
+
+        Args:
+            ids: int64 [B * rows], of whole blocks.
+            positions: int64 [B * rows].
+            step: to which requests they belong.
+            pages: int64 [B], the page of each request's token before its anchor.
+        """
+        embeddings = self._target.embed(ids)
+        states = None if self._states is None else self._states[pages]
+        hidden = self._block(embeddings, states, positions, step)
+        anchors = ids.view(-1, self.config.block_size)[:, 0]
+        return self._net.propose_judged(hidden, anchors, self._head, self._token_ids)
 
     def _block(
         self,
         embeddings: torch.Tensor,
         states: torch.Tensor | None,
         positions: torch.Tensor,
-        step: PackedStep,
+        step: PackedStep | DeviceStep,
     ) -> torch.Tensor:
         if self._tiled is not None:
+            assert isinstance(step, PackedStep)
             return self._tiled.block(embeddings, states, positions, step)
+        attends = self._target.kernels.attend
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return paged_attention(step, self._kv[layer], q, k, v, self._how[layer])
+            return attends(step, self._kv[layer], q, k, v, self._how[layer])
 
         rows = embeddings if states is None else self._net.rows(embeddings, states)
         return self._net.block(rows, *self._net.rotary(positions), attend)
 
     def absorb(self, step: PackedStep, positions: torch.Tensor, features: torch.Tensor) -> None:
         """See Drafter: the context K/V of every layer, from one fused feature per token."""
+        upload = self._target.upload
         if self._states is not None:
-            last = torch.from_numpy(step.start + step.length - 1).long()
-            pages = _pages(step.table, step.context + step.length)
-            self._states[pages] = features[last, -self._net.config.hidden_size :]
+            last = upload((step.start + step.length - 1).astype(np.int64))
+            pages = upload(_pages(step.table, step.context + step.length))
+            self._states[pages] = features[last, -self.config.hidden_size :]
         if self._tiled is not None:
             self._tiled.absorb(features, positions, step)
             return
         context = self._net.context(features)
         cos, sin = self._net.rotary(positions)
+        store = self._target.kernels.store
+        placed = on_device(step, upload) if self._target.kernels.takes_device_step else step
         for layer, kv in enumerate(self._kv):
-            store_kv(step, kv, *self._net.context_kv(layer, context, cos, sin))
+            store(placed, kv, *self._net.context_kv(layer, context, cos, sin))
 
     @torch.no_grad()
     def adopt(self, weights: DrafterWeights) -> None:
@@ -226,10 +251,30 @@ class BlockDrafter:
             self._tiled.refresh()
         if self._net.markov_head is not None:
             self._net.markov_head.keep_rows(self._token_ids)
+        if self._target.device.type == "cuda":
+            # Their memory may be given up as soon as this returns, by a thread with its own stream.
+            torch.cuda.current_stream(self._target.device).synchronize()
         self.version = weights.version
 
 
-def _drafts(proposal: Proposal) -> list[Draft]:
+def block_arrays(batch: DraftBatch, config: DrafterConfig) -> Packed:
+    """The blocks of a batch, one behind the other; `rows` are pages, see `BlockDrafter.propose`."""
+    num_requests, rows = len(batch.anchors), config.block_size
+    ids = np.full((num_requests, rows), config.mask_token_id, dtype=np.int64)
+    ids[:, 0] = batch.anchors
+    lengths = np.full(num_requests, rows, dtype=np.int32)
+    return Packed(
+        token_ids=ids.reshape(-1),
+        positions=(batch.positions.astype(np.int64)[:, None] + np.arange(rows)).reshape(-1),
+        start=np.arange(0, num_requests * rows, rows, dtype=np.int32),
+        length=lengths,
+        context=batch.positions,
+        rows=_pages(batch.table, batch.positions),
+    )
+
+
+def drafts_of(proposal: Proposal) -> list[Draft]:
+    """Taken to the host."""
     token_ids = proposal.drafts.tolist()
     nothing = [None] * len(token_ids)
     survival = nothing if proposal.survival is None else proposal.survival.tolist()
@@ -248,6 +293,6 @@ def _misfit(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) 
     return None
 
 
-def _pages(table: Int32, ends: Int32) -> torch.Tensor:
+def _pages(table: Int32, ends: Int32) -> Int64:
     """The page of each request's token before position `ends` [B], which is above 0."""
-    return torch.from_numpy(table[np.arange(len(ends)), (ends - 1) // PAGE]).long()
+    return table[np.arange(len(ends)), (ends - 1) // PAGE].astype(np.int64)

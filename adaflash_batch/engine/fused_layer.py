@@ -14,7 +14,7 @@ from adaflash_batch.engine.attention_call import AttentionCall, LayerShape
 from adaflash_batch.engine.packed_linear import TiledLinear, side_by_side
 from adaflash_batch.kernels.decoder_stack import StackLayer, StackLinear
 from adaflash_batch.kernels.elementwise import add_rms_norm, rms_norm, rotate, silu_mul
-from adaflash_batch.kernels.paged_attention import Attention, paged_attention
+from adaflash_batch.kernels.paged_attention import Attention
 
 # Layers of transformers that are one and the same network: RMSNorm, attention with rotary halves
 # (and per-head norms in Qwen3), residual, RMSNorm, gated SiLU, residual.
@@ -126,7 +126,7 @@ class FusedLayer(nn.Module):
         values = qkv.view(qkv.shape[0], -1, self._head_dim)[:, heads + kv_heads :]
         queries, keys = rotated[:, :heads], rotated[:, heads:]
         kv = call.kv[self._layer]
-        mixed = paged_attention(call.step, kv, queries, keys, values, self._how)
+        mixed = call.attend(call.step, kv, queries, keys, values, self._how)
         out: torch.Tensor = self._out(mixed)
         return out
 

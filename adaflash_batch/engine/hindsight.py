@@ -29,6 +29,7 @@ class Guess:
         stated: the same as the drafter's own head said it; None where it said nothing.
         length: see Draft.
         proposal: that a lookup made.
+        place: see Draft; the tokens are known before any text is compared with them.
     """
 
     source: Source
@@ -37,6 +38,7 @@ class Guess:
     stated: list[float] | None = None
     length: float | None = None
     proposal: Proposal | None = None
+    place: int | None = None
 
 
 @dataclass(slots=True)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from adaflash_batch.engine.capture import Piece, Recording
+from adaflash_batch.engine.device_drafting import LateDrafter
 from adaflash_batch.engine.hindsight import Prospect
+from adaflash_batch.engine.packing import Int32, Packed, pack
+from adaflash_batch.engine.passes import Pass
 from adaflash_batch.engine.policy import Candidate, Chosen
-from adaflash_batch.engine.sampling import TokenHistory
+from adaflash_batch.engine.sampling import ChoiceBlock, TokenHistory
 from adaflash_batch.engine.scheduler import Scheduled
 from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
+from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.request import Completion, FinishReason, Request, RowError, Timing
 from adaflash_batch.stats import SpeculationCounts
 
@@ -110,11 +117,84 @@ class Item:
         """Whether one known token is in it, as in every step of a text (and in few prefills)."""
         return self.scheduled.num_known == 1
 
+    def choice_block(self, end_ids: frozenset[int]) -> ChoiceBlock:
+        """Its rows of logits; its drafts may be learnt later. The model's own ends are given."""
+        entry, request = self.entry, self.entry.request
+        return ChoiceBlock(
+            sampling=request.sampling,
+            history=entry.history,
+            drafts=self.drafts,
+            key=(request.identity, request.key.sample),
+            position=len(entry.tokens),
+            end_ids=entry.ends(end_ids),
+        )
+
+    @property
+    def late_place(self) -> int | None:
+        """Where the device has its drafts, if the host did not know them when they were chosen."""
+        return None if self.chosen.guess is None else self.chosen.guess.place
+
     @property
     def is_verification(self) -> bool:
         """Whether a text is extended, rather than a prompt (or a preempted text) computed."""
         entry = self.entry
         return entry.num_generated > 0 and self.scheduled.sequence.is_decoding
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was begun at `began`."""
+
+    items: list[Item]
+    packed: Packed
+    begun: Pass
+    began: float
+
+
+def learn_drafts(drafter: LateDrafter, flight: Flight) -> None:
+    """Take over the drafts that only the device knew when the step began."""
+    drafter.settle(flight.begun.drafted())
+    for item in flight.items:
+        if item.late_place is not None:
+            item.drafts[:] = item.chosen.token_ids
+
+
+def pack_items(items: Sequence[Item]) -> Packed:
+    """The arrays of a step."""
+    pieces, contexts = [], []
+    for item in items:
+        begin = item.scheduled.sequence.computed
+        known = item.entry.tokens[begin : begin + item.scheduled.num_known]
+        pieces.append(known + item.drafts)
+        contexts.append(begin)
+    return pack(pieces, contexts, [item.num_choices for item in items])
+
+
+def sources_of(items: Sequence[Item], packed: Packed) -> Int32:
+    """Where the device has the drafts that the host does not know: see StepInputs.sources."""
+    sources = np.full(len(packed.token_ids), -1, dtype=np.int32)
+    for item, start in zip(items, packed.start.tolist(), strict=True):
+        place = item.late_place
+        if place is not None:
+            begin, count = start + item.scheduled.num_known, len(item.drafts)
+            sources[begin : begin + count] = np.arange(place, place + count)
+    return sources
+
+
+def misfit(limit: int, context: int, needed: int, num_pages: int) -> RowError | None:
+    """Why a request of so many tokens can never run; None if it can.
+
+    Args:
+        context: the longest that can.
+        needed: pages that it takes, of `num_pages`.
+    """
+    if limit > context:
+        message = f"prompt and max_new_tokens are {limit} tokens, the context is {context}"
+        return RowError("prompt_too_long", message)
+    if needed > num_pages:
+        message = f"prompt and max_new_tokens are {limit} tokens, KV memory holds "
+        return RowError("kv_memory_too_small", f"{message}{num_pages * PAGE}")
+    return None
 
 
 def piece_of(recording: Recording, item: Item, row: int, position: int, choice_row: int) -> Piece:

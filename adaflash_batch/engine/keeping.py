@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
-import torch
 
 from adaflash_batch.engine.capture import Capture
 from adaflash_batch.engine.in_flight import Entry, Item, piece_of
@@ -44,7 +43,7 @@ class Keeping:
 
     def begin(self, entry: Entry) -> None:
         """A request comes."""
-        if self.capture is not None and self.capture.wanted():
+        if self.capture is not None and self.capture.wants():
             entry.recording = self.capture.begin(entry.num_prompt, entry.sequence.limit)
 
     def recall(self, entry: Entry) -> None:
@@ -70,13 +69,18 @@ class Keeping:
         if self._late is not None:
             self._late.forget(entry.sequence)
 
+    def flush(self) -> None:
+        """Nothing runs any more: wait for what is still on its way to those that learn."""
+        if self.capture is not None:
+            self.capture.flush()
+
     def _absorb(self, items: list[Item], packed: Packed, kept: Sequence[int]) -> None:
         """Keep for the drafter what the target saw of the tokens that stay."""
         staying = [index for index, count in enumerate(kept) if count > 0]
         if self._late is None or not staying:
             return
         counts = [kept[index] for index in staying]
-        rows = torch.from_numpy(ranges(packed.start[staying], np.array(counts)))
+        rows = self._target.upload(ranges(packed.start[staying], np.array(counts)))
         features = self._target.tapped(self._layers, rows)
         sequences = [items[index].scheduled.sequence for index in staying]
         self._late.add(sequences, packed.context[staying].tolist(), counts, features)
@@ -109,7 +113,8 @@ class Keeping:
         if self.capture is not None:
             rows = ranges(packed.start[sharing], counts)
             places = [_places(*each) for each in zip(sequences, begins, counts, strict=True)]
-            self.capture.share(torch.from_numpy(rows), torch.from_numpy(np.concatenate(places)))
+            upload = self._target.upload
+            self.capture.share(upload(rows), upload(np.concatenate(places)))
         whole = list(map(slice, begins // PAGE, (begins + counts) // PAGE))
         named = [(each.keys[at], each.pages[at]) for each, at in zip(sequences, whole, strict=True)]
         if self._late is not None and any(keys for keys, _ in named):

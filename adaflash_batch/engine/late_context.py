@@ -17,6 +17,7 @@ from torch import Tensor
 from adaflash_batch.engine.drafting import Drafter
 from adaflash_batch.engine.packing import PageTable
 from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
+from adaflash_batch.engine.upload import Upload
 from adaflash_batch.kernels.paged_attention import PackedStep
 
 # Rows that wait at the most; the memory of a few hundred tokens.
@@ -42,10 +43,13 @@ class LateContext:
     Args:
         drafter: that absorbs.
         table: the requests' pages.
+        upload: takes arrays to where the features are.
     """
 
-    def __init__(self, drafter: Drafter, table: PageTable) -> None:
-        self._drafter, self._table = drafter, table
+    def __init__(
+        self, drafter: Drafter, table: PageTable, upload: Upload = torch.from_numpy
+    ) -> None:
+        self._drafter, self._table, self._upload = drafter, table, upload
         self._waiting: dict[ScheduledSequence, _Waiting] = {}
         self._num_rows = 0
 
@@ -98,4 +102,4 @@ class LateContext:
         )
         step = PackedStep(start, length, begin, self._table.rows(list(held)))
         features = torch.cat([piece for each in held.values() for piece in each.pieces])
-        self._drafter.absorb(step, torch.from_numpy(positions), features)
+        self._drafter.absorb(step, self._upload(positions), features)

@@ -14,12 +14,15 @@ import numpy as np
 import torch
 
 from adaflash_batch.engine.cost import StepCost
+from adaflash_batch.engine.device_drafting import DeviceDrafter
 from adaflash_batch.engine.drafting import DraftBatch, Drafter
 from adaflash_batch.engine.machine import processor
+from adaflash_batch.engine.packing import Packed
+from adaflash_batch.engine.passes import Passes
+from adaflash_batch.engine.sampling import ChoiceBlock
 from adaflash_batch.engine.target import Target
 from adaflash_batch.kernels.page_size import PAGE
-from adaflash_batch.kernels.paged_attention import KVLayer, PackedStep
-from adaflash_batch.request import RowKey
+from adaflash_batch.request import RowKey, Sampling
 
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 # Larger passes are made once, smaller ones until chance is gone from the median.
@@ -32,7 +35,7 @@ _PROMPT_SHARE = 64  # a prompt's piece wants logits of one token in so many
 def profile(
     cost: StepCost,
     target: Target,
-    kv: list[KVLayer],
+    passes: Passes,
     drafter: Drafter | None,
     *,
     most_tokens: int,
@@ -42,17 +45,16 @@ def profile(
     """Time passes of growing size and let `cost` observe them.
 
     Args:
-        kv: KV memory of one page or more that no request uses.
+        passes: with KV memory of one page or more that no request uses.
         most_tokens: of a step.
         most_requests: at once.
         clock: seconds.
     """
     num_tokens, began = target.num_forward_tokens, clock()
-    _pass(target, kv, 1, 1)  # what is set up at first use is no step's cost
+    _pass(passes, 1, 1)  # what is set up at first use is no step's cost
     for size, num_rows in _passes(most_tokens):
-        then = clock()
-        _pass(target, kv, size, num_rows)
-        cost.observe_target(size, num_rows, size * PAGE, clock() - then)
+        began += _warm_up(passes, size, num_rows, clock)
+        cost.observe_target(size, num_rows, size * PAGE, _pass(passes, size, num_rows))
         if clock() - began > _MOST_SECONDS:
             break
     target.num_forward_tokens = num_tokens
@@ -62,11 +64,30 @@ def profile(
     began = clock()
     for size in [size for size in _SIZES if size <= most_requests]:
         for _ in range(_REPEATS if size <= _MANY_TOKENS // 4 else 1):
-            then = clock()
-            drafter.draft(_batch(size))
-            cost.observe_draft(size, clock() - then)
+            cost.observe_draft(size, _draft(drafter, size, clock))
         if clock() - began > _MOST_SECONDS / 4:
             break
+
+
+def _warm_up(passes: Passes, num_tokens: int, num_rows: int, clock: Callable[[], float]) -> float:
+    """Let kernels be compiled and a graph be made, where there are such; seconds that it took."""
+    if not passes.runs_ahead:
+        return 0.0
+    began = clock()
+    for _ in range(2):
+        _pass(passes, num_tokens, num_rows)
+    return clock() - began
+
+
+def _draft(drafter: Drafter, num_requests: int, clock: Callable[[], float]) -> float:
+    """Draft once; seconds."""
+    if not isinstance(drafter, DeviceDrafter):
+        began = clock()
+        drafter.draft(_batch(num_requests))
+        return clock() - began
+    for _ in range(3):  # as it is, as a graph is made, and from it
+        drafter.draft(_batch(num_requests))
+    return drafter.take_seconds()[-1][1]
 
 
 def _passes(most_tokens: int) -> Iterator[tuple[int, int]]:
@@ -80,18 +101,22 @@ def _passes(most_tokens: int) -> Iterator[tuple[int, int]]:
                 yield size, size // _PROMPT_SHARE
 
 
-def _pass(target: Target, kv: list[KVLayer], num_tokens: int, num_rows: int) -> None:
-    """As many requests as tokens, each at the last place of the first page."""
+def _pass(passes: Passes, num_tokens: int, num_rows: int) -> float:
+    """As many requests as tokens, each at the last place of the first page; seconds."""
     ones = np.ones(num_tokens, dtype=np.int32)
-    step = PackedStep(
-        np.arange(num_tokens, dtype=np.int32),
-        ones,
-        ones * (PAGE - 1),
-        np.zeros((num_tokens, 1), dtype=np.int32),
+    packed = Packed(
+        token_ids=np.zeros(num_tokens, dtype=np.int64),
+        positions=np.full(num_tokens, PAGE - 1, dtype=np.int64),
+        start=np.arange(num_tokens, dtype=np.int32),
+        length=ones,
+        context=ones * (PAGE - 1),
+        rows=np.arange(num_rows, dtype=np.int64),
     )
-    ids = torch.zeros(num_tokens, dtype=torch.int64)
-    logits = target.forward(ids, ids + (PAGE - 1), step, kv, torch.arange(num_rows))
-    logits.argmax(-1).tolist()
+    table = np.zeros((num_tokens, 1), dtype=np.int32)
+    block = ChoiceBlock(Sampling(), None, [0] * (num_rows - 1), (0, 0), 0)
+    begun = passes.begin(packed, table, [block], np.empty(0, dtype=np.int32))
+    begun.land()
+    return begun.seconds
 
 
 def _batch(num_requests: int) -> DraftBatch:

@@ -53,6 +53,7 @@ class Speculator:
         cost: what steps take.
         table: the requests' pages.
         clock: seconds.
+        times_drafts: whether the clock tells how long drafts take; else `note_drafts` is told.
 
     Attributes:
         num_plain: steps that verified nothing since that did not pay.
@@ -70,8 +71,10 @@ class Speculator:
         cost: StepCost,
         table: PageTable,
         clock: Callable[[], float],
+        times_drafts: bool = True,
     ) -> None:
         self.num_plain = 0
+        self._times_drafts = times_drafts
         self.calibration = {"block": Calibration(), "lookup": Calibration()}
         self._policy, self._drafter, self._late, self._lookup = policy, drafter, late, lookup
         self._cost, self._table, self._clock = cost, table, clock
@@ -213,9 +216,15 @@ class Speculator:
             table=self._table.rows(sequences),
         )
         drafts = self._drafter.draft(batch)
-        self._draft_s = self._clock() - began
-        self._cost.observe_draft(len(candidates), self._draft_s)
+        if self._times_drafts:
+            self.note_drafts([(len(candidates), self._clock() - began)])
         return list(map(self._guess, candidates, drafts))
+
+    def note_drafts(self, taken: Sequence[tuple[int, float]]) -> None:
+        """Take in what the step's drafts took: (requests, seconds)."""
+        for num_requests, seconds in taken:
+            self._draft_s += seconds
+            self._cost.observe_draft(num_requests, seconds)
 
     def _guess(self, candidate: Candidate, draft: Draft) -> Guess:
         if draft.survival is None:
@@ -223,7 +232,8 @@ class Speculator:
         else:
             survival = self._correction.corrected(draft.survival)
             self._foresight.add(survival)
-        return Guess("block", draft.token_ids, survival, draft.survival, draft.length)
+        stated, length = draft.survival, draft.length
+        return Guess("block", draft.token_ids, survival, stated, length, place=draft.place)
 
     def _by_history(self, candidate: Candidate) -> list[float]:
         return self.blocks.survival(candidate.prospect.record)

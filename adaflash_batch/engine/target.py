@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,20 +17,35 @@ from torch import nn
 from adaflash_batch.engine.attention_call import AttentionCall, CannotAttend, LayerShape
 from adaflash_batch.engine.fusing import fuse
 from adaflash_batch.engine.packed_linear import PackedLinear, some_outputs
+from adaflash_batch.engine.probing import (
+    PROBE_TOKENS,
+    decoder_layers,
+    load_model,
+    native_logits,
+    probe_ids,
+    probe_shapes,
+    refuse_encoder,
+)
 from adaflash_batch.engine.stack import StackedModel
-from adaflash_batch.errors import ConfigError, first_line
+from adaflash_batch.engine.upload import Upload, upload_to
+from adaflash_batch.errors import ConfigError
+from adaflash_batch.kernels.attention_kernels import (
+    NATIVE,
+    AttentionKernels,
+    KernelKind,
+    attention_kernels,
+)
+from adaflash_batch.kernels.device_step import DeviceStep, on_device
 from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.kernels.paged_attention import (
     Attention,
     KVLayer,
     PackedStep,
-    paged_attention,
     unavailable_reason,
 )
 
 # Not "adaflash…": transformers takes any name with "flash" in it for a flash-attention build.
 ATTENTION_NAME = "packed_paged"
-_PROBE_TOKENS = 12
 _UNHANDLED_KWARGS = ("s_aux", "sinks", "head_mask", "position_bias", "block_mask")
 
 
@@ -64,7 +79,7 @@ def _attend(
         softcap=softcap or 0.0,
     )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    out = paged_attention(adaflash_call.step, adaflash_call.kv[layer], q, k, v, how)
+    out = adaflash_call.attend(adaflash_call.step, adaflash_call.kv[layer], q, k, v, how)
     return out.view(1, q.shape[0], q.shape[1], q.shape[2]), None
 
 
@@ -81,6 +96,13 @@ def _register() -> None:
     AttentionInterface.register(ATTENTION_NAME, _attend)
 
 
+class Seen(NamedTuple):
+    """What a forward left for `tapped` and `head_input`."""
+
+    taps: dict[int, torch.Tensor]
+    head_input: torch.Tensor | None
+
+
 class Target:
     """A loaded causal language model.
 
@@ -91,9 +113,11 @@ class Target:
         num_layers: decoder layers.
         context: most positions that the model was made for.
         dtype: of weights, activations and KV memory.
+        kernels: that attend.
+        upload: takes an array to the device without waiting for it.
     """
 
-    def __init__(self, model: Any, name: str) -> None:
+    def __init__(self, model: Any, name: str, kernels: AttentionKernels = NATIVE) -> None:
         config: Any = model.config.get_text_config()
         self.name = name
         self.vocab_size = int(config.vocab_size)
@@ -103,30 +127,43 @@ class Target:
         self._model: Any = model
         self.device: torch.device = self._model.device
         self.dtype: torch.dtype = self._model.dtype
+        self.kernels = kernels
+        self.upload: Upload = upload_to(self.device)
         self._taps: dict[int, torch.Tensor] = {}
         self._tapped: set[int] = set()
         self._head_input: torch.Tensor | None = None
         self._head_is_tapped = False
         self.num_forward_tokens = 0
-        self._shapes = _probe_shapes(self._model, self.num_layers)
-        self._stacked = StackedModel.of(model)
+        self._shapes = probe_shapes(self._model, self.num_layers)
+        self._stacked = StackedModel.of(model) if kernels.kind == "native" else None
         self._least_tokens = max((each.least_rows for each in self.packed_linears()), default=1)
 
     @staticmethod
     def load(
-        folder: Path, name: str, *, dtype: torch.dtype | None, trust_remote_code: bool = False
+        folder: Path,
+        name: str,
+        *,
+        dtype: torch.dtype | None,
+        trust_remote_code: bool = False,
+        device: torch.device | None = None,
     ) -> Target:
         """Load safetensors from a folder; `dtype` None takes the checkpoint's own.
+
+        Args:
+            device: where it runs; None is the CPU.
 
         Raises:
             ConfigError: the model cannot run here; the message has its name and the reason.
         """
-        model = _load_model(folder, name, dtype, trust_remote_code)
-        return Target.of(model, name)
+        model = load_model(folder, name, dtype, trust_remote_code)
+        return Target.of(model if device is None else model.to(device), name)
 
     @staticmethod
-    def of(model: Any, name: str) -> Target:
+    def of(model: Any, name: str, kernels: KernelKind = "auto") -> Target:
         """Take a transformers model that is in memory; it is changed to paged attention.
+
+        Args:
+            kernels: that attend; `auto` takes the fastest.
 
         Raises:
             ConfigError: as `load`.
@@ -134,11 +171,11 @@ class Target:
         _register()
         model.eval().requires_grad_(False)
         try:
-            _refuse_encoder(model)
-            expected = _native_logits(model)
+            refuse_encoder(model)
+            expected = native_logits(model)
             model.set_attn_implementation(ATTENTION_NAME)
             fuse(model)
-            target = Target(model, name)
+            target = Target(model, name, attention_kernels(kernels, model.device))
             target._check(expected)
         except _PROBE_ERRORS as error:
             raise ConfigError(
@@ -172,9 +209,9 @@ class Target:
         ]
 
     def attention_note(self) -> str | None:
-        """Why the slow reference attention runs on this CPU; None when the fast one does."""
-        if self.device.type != "cpu":
-            return None
+        """Why the slow reference attention runs; None when a fast one does."""
+        if self.kernels.kind != "native":
+            return None if self.kernels.kind == "triton" else "Triton is not installed"
         sizes = {shape.head_dim for shape in self._shapes}
         reasons = (unavailable_reason(self.dtype, size) for size in sizes)
         return next((reason for reason in reasons if reason is not None), None)
@@ -183,9 +220,14 @@ class Target:
         """The matrix products of a forward pass, one a module, where they are packed."""
         return [m for m in self._model.modules() if isinstance(m, PackedLinear)]
 
+    @property
+    def num_watched(self) -> int:
+        """Places whose states are kept; a graph made before one was added does not keep it."""
+        return len(self._tapped) + self._head_is_tapped
+
     def tap(self, layer_ids: tuple[int, ...]) -> None:
         """Keep the output of these decoder layers at every forward, for `tapped`."""
-        layers = _decoder_layers(self._model, self.num_layers)
+        layers = decoder_layers(self._model, self.num_layers)
         is_hooked = self._stacked is None
         for layer_id in (set(layer_ids) - self._tapped) if is_hooked else ():
             layers[layer_id].register_forward_hook(self._tap_hook(layer_id))
@@ -216,6 +258,15 @@ class Target:
         assert self._head_input is not None
         return self._head_input.view(-1, self.hidden_size)
 
+    def seen(self) -> Seen:
+        """What the last forward left, to be shown again."""
+        return Seen(dict(self._taps), self._head_input)
+
+    def show(self, seen: Seen) -> None:
+        """Let `tapped` and `head_input` give this: its tensors have been written anew."""
+        # A copy: the next forward writes to the dict.
+        self._taps, self._head_input = dict(seen.taps), seen.head_input
+
     def forward(
         self,
         token_ids: torch.Tensor,
@@ -224,17 +275,11 @@ class Target:
         kv: list[KVLayer],
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        """One packed forward.
+        """One packed forward of what the host knows; see `run`.
 
         Args:
-            token_ids: int64 [T].
-            positions: int64 [T].
-            step: how the tokens belong to requests.
-            kv: KV memory, read and written.
-            rows: int64 [R], the tokens whose successor is to be chosen.
-
-        Returns:
-            Logits [R, V] in the model's dtype.
+            token_ids: int64 [T], on the CPU or the device, as are positions and rows.
+            step: how the tokens belong to requests; segments one behind the other.
         """
         num_tokens = token_ids.shape[0]
         self.num_forward_tokens += num_tokens
@@ -242,7 +287,33 @@ class Target:
             missing = self._least_tokens - num_tokens
             token_ids, positions = (F.pad(each, (0, missing)) for each in (token_ids, positions))
             step = _filled(step, num_tokens, missing, len(kv[0].k_pages) - 1)
+        if not self.kernels.takes_device_step:
+            return self.run(token_ids, positions, step, kv, rows)
+        ids, places, chosen = (each.to(self.device) for each in (token_ids, positions, rows))
+        return self.run(ids, places, on_device(step, self.upload), kv, chosen)
+
+    def run(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: PackedStep | DeviceStep,
+        kv: list[KVLayer],
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """One packed forward. Reads nothing back from the device, so a graph can hold it.
+
+        Args:
+            token_ids: int64 [T].
+            positions: int64 [T].
+            step: how the tokens belong to requests; of the kind that the kernels take.
+            kv: KV memory, read and written.
+            rows: int64 [R], the tokens whose successor is to be chosen.
+
+        Returns:
+            Logits [R, V] in the model's dtype.
+        """
         if self._stacked is not None:
+            assert isinstance(step, PackedStep)
             parts = (token_ids, positions, step, kv, rows)
             logits, self._taps = self._stacked.forward(*parts, self._tapped)
             return logits
@@ -251,7 +322,7 @@ class Target:
             position_ids=positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=rows,
-            adaflash_call=AttentionCall(step, kv),
+            adaflash_call=AttentionCall(step, kv, self.kernels.attend),
         )
         chosen: torch.Tensor = output.logits[0]
         return chosen
@@ -282,10 +353,10 @@ class Target:
         are called.
         """
         kv = self.new_kv(1)
-        ids = _probe_ids(self.vocab_size, self.device)
+        ids = probe_ids(self.vocab_size, self.device)
         table = np.zeros((1, 1), dtype=np.int32)
         pieces = []
-        for begin, end in ((0, 5), (5, _PROBE_TOKENS)):
+        for begin, end in ((0, 5), (5, PROBE_TOKENS)):
             span = np.array([0, end - begin, begin], dtype=np.int32)
             step = PackedStep(span[:1], span[1:2], span[2:], table)
             rows = torch.arange(end - begin, device=self.device)
@@ -312,67 +383,4 @@ def _filled(step: PackedStep, num_tokens: int, missing: int, page: int) -> Packe
     )
 
 
-def _probe_ids(vocab_size: int, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, vocab_size, (_PROBE_TOKENS,), generator=generator).to(device)
-
-
-@torch.inference_mode()
-def _native_logits(model: Any) -> torch.Tensor:
-    """Logits [T, V] of the probe tokens, computed as transformers would."""
-    model.set_attn_implementation("eager")
-    ids = _probe_ids(model.config.get_text_config().vocab_size, model.device)
-    logits: torch.Tensor = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].float()
-    return logits
-
-
-@torch.inference_mode()
-def _probe_shapes(model: Any, num_layers: int) -> list[LayerShape]:
-    call = AttentionCall()
-    ids = _probe_ids(model.config.get_text_config().vocab_size, model.device)[:2]
-    positions = torch.arange(2, device=model.device)
-    model(
-        input_ids=ids.unsqueeze(0),
-        position_ids=positions.unsqueeze(0),
-        use_cache=False,
-        adaflash_call=call,
-    )
-    missing = sorted(set(range(num_layers)) - set(call.shapes))
-    if missing:
-        raise CannotAttend(
-            f"layers {missing} of {num_layers} do not attend through transformers' interface"
-        )
-    return [call.shapes[layer] for layer in range(num_layers)]
-
-
-def _decoder_layers(model: Any, num_layers: int) -> nn.ModuleList:
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            return module
-    raise CannotAttend("its decoder layers were not found")
-
-
-def _refuse_encoder(model: Any) -> None:
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise CannotAttend("it is an encoder-decoder model")
-
-
-def _load_model(
-    folder: Path, name: str, dtype: torch.dtype | None, trust_remote_code: bool
-) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            str(folder),
-            dtype=dtype if dtype is not None else "auto",
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-        )
-    except (ValueError, OSError, KeyError, ImportError, RuntimeError) as error:
-        raise ConfigError(f"{name} cannot be loaded: {first_line(error)}") from error
-    return model
-
-
-assert PAGE >= _PROBE_TOKENS, "the probe uses one page"
+assert PAGE >= PROBE_TOKENS, "the probe uses one page"

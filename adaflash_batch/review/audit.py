@@ -163,6 +163,7 @@ class _Redo:
             name=spec.model.name,
             dtype=spec.model.dtype,
             trust_remote_code=spec.model.trust_remote_code,
+            device=spec.engine.device,
             concurrency=1,
             token_budget=spec.engine.token_budget,
             context=spec.engine.context,

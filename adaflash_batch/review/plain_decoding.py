@@ -18,12 +18,11 @@ from adaflash_batch.engine.sampling import (
     TokenHistory,
     choose,
     reshape_logits,
-    sample,
-    uniform,
 )
 from adaflash_batch.engine.target import Target
 from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.kernels.paged_attention import PackedStep
+from adaflash_batch.kernels.sampling import sample, uniform
 from adaflash_batch.request import FinishReason, Request
 
 # Gets the tokens so far, the logits [V] behind them and the model's choice; says which token is
