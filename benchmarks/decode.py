@@ -15,57 +15,21 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import pyarrow.parquet as pq
+from tokenizers import Tokenizer
+from turns import Worker
 
 from adaflash_batch import models
 from adaflash_batch.request import Prompt, Sampling
 from adaflash_batch.text import Encoded, TextCodec
 
 _HERE = Path(__file__).parent
-
-
-@dataclass(slots=True)
-class Worker:
-    """An engine's process."""
-
-    name: str
-    process: subprocess.Popen[str]
-
-    @staticmethod
-    def start(name: str, python: str, arguments: Sequence[str]) -> Worker:
-        """Start it and wait until it has loaded."""
-        command = [python, str(_HERE / "engines.py"), name, *arguments]
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        worker = Worker(name, process)
-        worker._read()
-        return worker
-
-    def ask(self, command: dict[str, Any]) -> dict[str, float]:
-        """Send a command, wait for the answer."""
-        stdin = cast(IO[str], self.process.stdin)
-        stdin.write(json.dumps(command) + "\n")
-        stdin.flush()
-        return self._read()
-
-    def _read(self) -> dict[str, float]:
-        line = cast(IO[str], self.process.stdout).readline()
-        if not line:
-            raise SystemExit(f"{self.name} died with exit code {self.process.wait()}")
-        answer: dict[str, float] = json.loads(line)
-        return answer
 
 
 @dataclass(slots=True)
@@ -99,10 +63,17 @@ def token_ids(model: Path, file: Path, count: int) -> list[list[int]]:
     """The first prompts of a file through the chat template."""
     texts = pq.read_table(file, columns=["prompt"])["prompt"].to_pylist()
     texts = (texts * (count // len(texts) + 1))[:count]
+    return encoded(model, texts)[0]
+
+
+def encoded(model: Path, texts: Sequence[str]) -> tuple[list[list[int]], list[str]]:
+    """Prompts through the chat template: as token ids, and as the texts of these."""
     codec = TextCodec.load(model, context=8192)
     prompts = [Prompt(0, row, row, text, Sampling()) for row, text in enumerate(texts)]
-    encoded = codec.encode_many(prompts)
-    return [item.token_ids for item in encoded if isinstance(item, Encoded)]
+    ids = [item.token_ids for item in codec.encode_many(prompts) if isinstance(item, Encoded)]
+    assert len(ids) == len(texts), "a prompt is longer than the model's context"
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    return ids, [tokenizer.decode(each, skip_special_tokens=False) for each in ids]
 
 
 def measure(
@@ -146,12 +117,16 @@ def main() -> None:
     prompts = token_ids(model, options.prompts, max(options.concurrency) * options.rounds)
     longest = max(map(len, prompts))
     arguments = ["--model", str(model), "--threads", str(options.threads)]
-    arguments += ["--longest", str(longest)]
+    arguments += ["--context", str(longest + options.max_new_tokens + 16)]
     pythons = {"ours": sys.executable, "transformers": sys.executable}
     if options.vllm_python:
         pythons["vllm"] = options.vllm_python
-    workers = [Worker.start(name, python, arguments) for name, python in pythons.items()]
-    levels = measure(workers, prompts, options)
+    workers = [Worker(name, python, arguments) for name, python in pythons.items()]
+    try:
+        levels = measure(workers, prompts, options)
+    finally:
+        for worker in workers:
+            worker.end()
     if options.json:
         results = {"prompts": options.prompts.name, "levels": [level.as_dict() for level in levels]}
         options.json.write_text(json.dumps(results, indent=2) + "\n")

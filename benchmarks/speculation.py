@@ -112,6 +112,7 @@ def decode(
     )
     began = time.perf_counter()
     completions, step = decode_all(decoder, prompts, most)
+    assert step is not None
     seconds, counts = time.perf_counter() - began, SpeculationCounts()
     for completion in completions:
         counts.add(completion.counts)
