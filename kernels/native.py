@@ -82,9 +82,9 @@ def _vector_width() -> list[str]:
 
 def _digest(code: Path, compiler: list[str], flags: list[str]) -> str:
     """Names the build: another source, compiler, flag or processor gets another file."""
-    digest = hashlib.sha256(code.read_bytes())
-    for header in sorted(code.parent.glob("*.h")):
-        digest.update(header.read_bytes())
+    digest = hashlib.sha256(code.name.encode())
+    for source in sorted(code.parent.glob("*.[ch]")):  # they include each other
+        digest.update(source.read_bytes())
     version = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
     digest.update(repr((compiler, flags, _processor())).encode() + version)
     return digest.hexdigest()[:20]

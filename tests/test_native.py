@@ -11,10 +11,19 @@ import torch
 from tiny import as_requests, decode, random_prompts, texts, tiny_model
 
 from adaflash_batch.engine.target import Target
-from adaflash_batch.kernels import elementwise, native, paged_attention
+from adaflash_batch.kernels import (
+    decoder_stack,
+    elementwise,
+    native,
+    paged_attention,
+    tiled_linear,
+)
 from adaflash_batch.request import Sampling
 
-CACHES = (native._find, elementwise._load, paged_attention._load)
+CACHES = (
+    *(native._find, elementwise._load, paged_attention._load),
+    *(tiled_linear.is_available, tiled_linear._load, decoder_stack._load),
+)
 
 
 @pytest.fixture
@@ -63,3 +72,23 @@ def test_the_references_give_the_same_text_and_the_compiler_is_asked_once(
             pad_token_id=0,
         )
         assert ours[request.key] == output[0, len(request.token_ids) :].tolist()
+
+
+@pytest.mark.usefixtures("refusals")
+def test_a_model_in_bfloat16_runs_without_a_compiler_too() -> None:
+    target = Target.of(tiny_model("llama").bfloat16(), "without a compiler")
+    assert not tiled_linear.is_available()
+    assert target._stacked is None
+    requests = as_requests(random_prompts(3), Sampling(max_new_tokens=6))
+    assert all(len(ids) == 6 for ids in texts(decode(target, requests)).values())
+
+
+def test_a_change_of_any_source_is_another_build(tmp_path: Path) -> None:
+    """They include each other."""
+    code, other, header = (tmp_path / name for name in ("a.c", "b.c", "c.h"))
+    names = set()
+    for content in ("one", "two"):
+        for changed in (code, other, header):
+            changed.write_text(content)
+            names.add(native._digest(code, ["cc"], []))
+    assert len(names) == 6

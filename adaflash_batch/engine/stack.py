@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from adaflash_batch.engine.fused_layer import FusedLayer
-from adaflash_batch.kernels import decoder_stack, tiled_linear
+from adaflash_batch.kernels import decoder_stack
 from adaflash_batch.kernels.decoder_stack import DecoderStack
 from adaflash_batch.kernels.paged_attention import KVLayer, PackedStep
 
@@ -37,8 +37,6 @@ class StackedModel:
         """None where the model has to be run by its own forward."""
         kind = type(model)
         if kind.__name__ not in _KNOWN or not kind.__module__.startswith("transformers.models."):
-            return None
-        if not tiled_linear.is_available():
             return None
         layers = list(model.model.layers)
         if not layers or not all(isinstance(layer, FusedLayer) for layer in layers):
