@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,17 +25,27 @@ from adaflash_batch.kernels.paged_attention import PackedStep
 _MOST_ROWS = 128
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """Features of a request's tokens from position `begin` on, in pieces.
+class _Step(NamedTuple):
+    """What one step left.
 
-    `life` is how often the request had been preempted: its pages are others after that.
+    lives: how often each request had been preempted: its pages are others after that.
+    begins, counts: positions of each request's tokens, whose rows lie one behind the other.
     """
 
+    sequences: list[ScheduledSequence]
+    lives: list[int]
+    begins: list[int]
+    counts: list[int]
+    features: Tensor
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Features of a request's tokens from position `begin` on, in pieces."""
+
     begin: int
-    life: int
-    pieces: list[Tensor] = field(default_factory=list)
     count: int = 0
+    pieces: list[Tensor] = field(default_factory=list)
 
 
 class LateContext:
@@ -50,7 +61,8 @@ class LateContext:
         self, drafter: Drafter, table: PageTable, upload: Upload = torch.from_numpy
     ) -> None:
         self._drafter, self._table, self._upload = drafter, table, upload
-        self._waiting: dict[ScheduledSequence, _Waiting] = {}
+        self._steps: list[_Step] = []
+        self._finished: set[ScheduledSequence] = set()
         self._num_rows = 0
 
     def add(
@@ -65,33 +77,22 @@ class LateContext:
         Args:
             begins: position of the first of each request's tokens.
         """
-        pieces = torch.split(features, list(counts))
-        for sequence, begin, piece in zip(sequences, begins, pieces, strict=True):
-            waiting = self._waiting.get(sequence)
-            if waiting is None or waiting.life != sequence.num_preemptions:
-                self.forget(sequence)
-                waiting = self._waiting[sequence] = _Waiting(begin, sequence.num_preemptions)
-            assert waiting.begin + waiting.count == begin, "a gap in the context"
-            waiting.pieces.append(piece)
-            waiting.count += len(piece)
-            self._num_rows += len(piece)
+        lives = [sequence.num_preemptions for sequence in sequences]
+        self._steps.append(_Step(list(sequences), lives, list(begins), list(counts), features))
+        self._num_rows += len(features)
         if self._num_rows > _MOST_ROWS:
             self.hand_over()
 
     def forget(self, sequence: ScheduledSequence) -> None:
         """A request is finished: its pages are another's from now on."""
-        waiting = self._waiting.pop(sequence, None)
-        if waiting is not None:
-            self._num_rows -= waiting.count
+        if self._steps:
+            self._finished.add(sequence)
 
     def hand_over(self) -> None:
         """Let the drafter absorb what waits; a preempted request's tokens have no pages."""
-        held = {
-            sequence: waiting
-            for sequence, waiting in self._waiting.items()
-            if sequence.slot >= 0 and sequence.num_preemptions == waiting.life
-        }
-        self._waiting, self._num_rows = {}, 0
+        held = self._held()
+        self._steps, self._num_rows = [], 0
+        self._finished.clear()
         if not held:
             return
         length = np.array([each.count for each in held.values()], dtype=np.int32)
@@ -103,3 +104,19 @@ class LateContext:
         step = PackedStep(start, length, begin, self._table.rows(list(held)))
         features = torch.cat([piece for each in held.values() for piece in each.pieces])
         self._drafter.absorb(step, self._upload(positions), features)
+
+    def _held(self) -> dict[ScheduledSequence, _Waiting]:
+        """What waits, by request."""
+        held: dict[ScheduledSequence, _Waiting] = {}
+        for step in self._steps:
+            pieces = torch.split(step.features, step.counts)
+            of_each = zip(step.sequences, step.lives, step.begins, pieces, strict=True)
+            for sequence, life, begin, piece in of_each:
+                is_gone = sequence in self._finished or sequence.slot < 0
+                if is_gone or sequence.num_preemptions != life:
+                    continue
+                waiting = held.setdefault(sequence, _Waiting(begin))
+                assert waiting.begin + waiting.count == begin, "a gap in the context"
+                waiting.pieces.append(piece)
+                waiting.count += len(piece)
+        return held

@@ -134,7 +134,7 @@ class Foresight:
 
     def __init__(self) -> None:
         self._blocks: deque[list[float]] = deque(maxlen=_FORESEEN_BLOCKS)
-        self._speed, self._running, self._age = 0.0, 0, 0
+        self._gain, self._running, self._age = 0.0, 0, 0
 
     def add(self, survival: list[float]) -> None:
         """A block was drafted whose survival is this."""
@@ -143,13 +143,14 @@ class Foresight:
     def speed(self, running: int, prices: StepPrices) -> float:
         """Expected tokens a second with blocks like those of late for so many requests.
 
-        0 while too few were seen. It is worked out anew every few steps.
+        0 while too few were seen. What it gains over plain decoding is worked out anew every few
+        steps; its speed follows the machine's in between.
         """
         self._age += 1
         if running != self._running or self._age >= _FORESEEN_STEPS:
             self._running, self._age = running, 0
-            self._speed = self._work_out(running, prices)
-        return self._speed
+            self._gain = self._work_out(running, prices) * prices.plain_s / running
+        return self._gain * running / prices.plain_s
 
     def _work_out(self, running: int, prices: StepPrices) -> float:
         blocks = list(self._blocks)
