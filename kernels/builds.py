@@ -22,7 +22,10 @@ from pathlib import Path
 
 from adaflash_batch.kernels.variant import LAUNCH, Variant
 
-MODULES: tuple[str, ...] = ("triton_elementwise", "triton_linear", "triton_widths")
+MODULES: tuple[str, ...] = (
+    *("triton_attention", "triton_splits", "triton_store"),
+    *("triton_elementwise", "triton_linear", "triton_widths"),
+)
 """Of adaflash_batch.kernels, those with VARIANTS."""
 
 README = Path(__file__).with_name("README.md")

@@ -79,9 +79,7 @@ def layout(
     return Layout(device, packed, torch.from_numpy(np.concatenate(rows)), kv, *tensors)
 
 
-def _table(
-    ends: np.ndarray, used: np.ndarray, draw: np.random.Generator
-) -> tuple[np.ndarray, int]:
+def _table(ends: np.ndarray, used: np.ndarray, draw: np.random.Generator) -> tuple[np.ndarray, int]:
     """Pages [S, P] of requests of so many tokens, and how many pages there are."""
     counts = np.where(used, -(-ends // PAGE), 0)
     table = np.full((len(ends), max(int(counts.max()), 1)), NOWHERE, dtype=np.int32)
