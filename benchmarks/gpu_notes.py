@@ -84,10 +84,10 @@ def timed(work: Callable[[], Any], device: torch.device, most: float = 1.0) -> f
     seconds, began = list[float](), time.monotonic()
     while len(seconds) < 5 or (len(seconds) < 50 and time.monotonic() - began < most):
         flush.zero_()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         events[0].record()
         work()
         events[1].record()
-        events[1].synchronize()  # type: ignore[no-untyped-call]
-        seconds.append(events[0].elapsed_time(events[1]) / 1000)  # type: ignore[no-untyped-call]
+        events[1].synchronize()
+        seconds.append(events[0].elapsed_time(events[1]) / 1000)
     return statistics.median(seconds)
