@@ -12,7 +12,7 @@ import triton.language as tl
 from adaflash_batch.kernels.device_step import DeviceStep
 from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.kernels.paged_attention import KVLayer
-from adaflash_batch.kernels.variant import LAUNCH
+from adaflash_batch.kernels.variant import LAUNCH, Variant
 
 _TOKENS = 16
 
