@@ -22,7 +22,7 @@ from pathlib import Path
 
 from adaflash_batch.kernels.variant import LAUNCH, Variant
 
-MODULES: tuple[str, ...] = ("triton_accept", "triton_widths")
+MODULES: tuple[str, ...] = ("triton_accept", "triton_opd_loss", "triton_widths")
 """Of adaflash_batch.kernels, those with VARIANTS."""
 
 README = Path(__file__).with_name("README.md")
