@@ -66,7 +66,7 @@ def test_every_kernel_is_measured(tmp_path: Path) -> None:
     found = figures(tmp_path / "out.json")
     measured = {name: each for name, each in found.items() if isinstance(each, dict)}
     missing = set(found) - set(measured) - {"attention kernels"}
-    assert missing <= {"opd_loss"} or not importlib.util.find_spec("triton"), found
+    assert not missing or not importlib.util.find_spec("triton"), found
     assert len(measured) >= 9
     for each in measured.values():
         assert each["seconds"] > 0
