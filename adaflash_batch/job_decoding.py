@@ -225,6 +225,8 @@ class RowDecoding:
             policy=Policy(speculation.widths, speculation.width, speculation.when == "pays"),
             looks_up=speculation.lookup,
             costs=models.cache_root() / "step-costs",
+            device=engine.device,
+            deterministic=engine.deterministic,
             concurrency=engine.concurrency,
             token_budget=engine.token_budget,
             kv_bytes=engine.kv_bytes,

@@ -15,6 +15,7 @@ from adaflash_batch.adapt.placement import Place, Placement, place_for
 from adaflash_batch.adapt.process import ProcessLearning
 from adaflash_batch.adapt.publishing import TrainerCounters
 from adaflash_batch.adapt.recipe import LearningPlan, TrainerRecipe
+from adaflash_batch.adapt.streams import when_made
 from adaflash_batch.adapt.thread import ThreadLearning
 from adaflash_batch.adapt.trainer import RoundPlan
 from adaflash_batch.drafter import checkpoint
@@ -93,7 +94,7 @@ class JobLearning:
         self._placement: Placement | None = None
         self._is_short = False
         layers = self._decoder.drafter_layers
-        self._decoder.capture(layers, self._inbox.put, lambda: self.wants_texts)
+        self._decoder.capture(layers, self._inbox.put, lambda: self.wants_texts, keeps_all=False)
         self._decoder.follow(self._outbox.take)
         self._has_ended = False
 
@@ -207,13 +208,13 @@ def place_trainer(
     """
 
     def build(tell: Callable[[str], None]) -> InlineLearning:
-        return recipe.build(inbox, store, outbox.put, tell)
+        return recipe.build(inbox, store, when_made(outbox.put, recipe.device), tell)
 
     if place == "inline":
         return build(notify)
     threads = recipe.plan.threads or max(torch.get_num_threads() // 2, 1)
     if place == "thread":
-        return ThreadLearning(build, notify=notify, threads=threads)
+        return ThreadLearning(build, notify=notify, threads=threads, device=recipe.device)
     return ProcessLearning(recipe, store, inbox, outbox, notify=notify, threads=threads)
 
 

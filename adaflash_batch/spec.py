@@ -28,6 +28,7 @@ from adaflash_batch.spec_sources import GivenValues, check_column_fields, defaul
 _CHANGES_NO_TEXT = frozenset(
     {
         "output.directory",
+        "engine.device",
         "engine.concurrency",
         "engine.token_budget",
         "engine.kv_memory",

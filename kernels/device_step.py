@@ -59,8 +59,9 @@ def on_device(step: PackedStep, upload: Callable[[Int32], torch.Tensor]) -> Devi
     num_segments, num_tokens = len(step.start), int(step.length.sum())
     segment_of = np.repeat(np.arange(num_segments, dtype=np.int32), step.length)
     columns = (step.start, step.length, step.context, step.table, segment_of)
+    start, length, context, table, segments = map(upload, columns)
     return DeviceStep(
-        *map(upload, columns),
+        *(start, length, context, table, segments),
         num_tokens=num_tokens,
         max_length=power_of_two(int(step.length.max())),
         max_context=int((step.context + step.length).max()),

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from adaflash_batch.kernels import native
+from adaflash_batch.kernels.elementwise import rotate_reference
 from adaflash_batch.kernels.native import NativeUnavailable
 from adaflash_batch.kernels.page_size import PAGE
 
@@ -230,6 +231,24 @@ def store_kv_reference(step: PackedStep, kv: KVLayer, k: torch.Tensor, v: torch.
         offsets = positions % PAGE
         kv.k_pages[pages, :, :, offsets] = k[start : start + length]
         kv.v_pages[pages, :, offsets, :] = v[start : start + length]
+
+
+def rotate_and_store_reference(
+    step: PackedStep,
+    kv: KVLayer,
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    num_heads: int,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """`triton_store.rotate_and_store` in PyTorch, on any device."""
+    num_kv_heads = kv.v_pages.shape[1]
+    rotated = rotate_reference(qkv, cos, sin, num_heads, num_kv_heads, norms, eps)
+    values = qkv.view(cos.shape[0], -1, cos.shape[1])[:, num_heads + num_kv_heads :]
+    store_kv_reference(step, kv, rotated[:, num_heads:], values)
+    return rotated[:, :num_heads]
 
 
 def paged_attention_reference(

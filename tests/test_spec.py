@@ -161,7 +161,7 @@ def test_speed_settings_are_no_text_fields() -> None:
         None,
         [
             *("engine.concurrency=3", "engine.token_budget=64", "engine.kv_memory=1GiB"),
-            "engine.share_prefixes=false",
+            *("engine.share_prefixes=false", "engine.device=cpu"),
         ],
         PATHS
         | {"engine.threads": 1, "speculation.drafter": "D", "speculation.width": 2}

@@ -12,12 +12,14 @@ import torch
 from adaflash_batch.adapt.balance import Outlook
 from adaflash_batch.adapt.inline import InlineLearning
 from adaflash_batch.adapt.publishing import TrainerCounters
+from adaflash_batch.adapt.streams import own_stream
 from adaflash_batch.stats import SpeculationCounts
 
 # Of finished requests whose counts nobody takes, the last so many are remembered.
 _REMEMBERED = 4096
 # What may be learnt grows with time, not with steps: it is asked for again after so many seconds.
 _PATIENCE_S = 0.1
+_CPU = torch.device("cpu")
 
 
 class News(NamedTuple):
@@ -125,6 +127,7 @@ class ThreadLearning(BesideDecoding):
         build: makes the learner; what it tells goes through the function that it is given.
         notify: takes lines for people, in the decoder's thread only.
         threads: CPU threads of its tensor operations.
+        device: where it trains.
     """
 
     def __init__(
@@ -133,9 +136,10 @@ class ThreadLearning(BesideDecoding):
         *,
         notify: Callable[[str], None],
         threads: int,
+        device: torch.device = _CPU,
     ) -> None:
         super().__init__(notify)
-        self._threads = threads
+        self._threads, self._device = threads, device
         self._learner = build(self._lines.append)
         # As a daemon it cannot keep a job alive that ended by an error.
         self._thread = threading.Thread(target=self._run, name="adaflash trainer", daemon=True)
@@ -166,6 +170,7 @@ class ThreadLearning(BesideDecoding):
         # Holds for this thread: OpenMP keeps the number for each.
         torch.set_num_threads(self._threads)
         try:
-            learn_until_closed(self._learner, self._news, lambda: None)
+            with own_stream(self._device):
+                learn_until_closed(self._learner, self._news, lambda: None)
         except Exception as error:
             self._failure = error

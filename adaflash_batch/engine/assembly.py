@@ -44,6 +44,8 @@ class DecoderPlan:
         folder: of the model.
         name: what the user calls the model.
         dtype: `auto` (the checkpoint's), `float32`, `bfloat16` or `float16`.
+        device: `auto` (a GPU that can be used, else the CPU), `cpu` or `cuda`.
+        deterministic: on a GPU, whether no text depends on the batch, not even by rounding.
         drafter: folder of a DFlash checkpoint, None for plain decoding.
         versions: folder of a drafter's versions (drafter/versions.py), there or not. The current
             one drafts, or else `drafter`.
@@ -66,6 +68,8 @@ class DecoderPlan:
     folder: Path
     name: str
     dtype: str = "auto"
+    device: str = "auto"
+    deterministic: bool = False
     trust_remote_code: bool = False
     drafter: Path | None = None
     versions: Path | None = None
@@ -141,6 +145,8 @@ def assemble(plan: DecoderPlan, *, notify: Callable[[str], None]) -> Assembly:
             plan.name,
             dtype=_DTYPES[plan.dtype],
             trust_remote_code=plan.trust_remote_code,
+            device=_device(plan.device),
+            deterministic=plan.deterministic,
         )
     slow = target.attention_note()
     if slow is not None:
@@ -163,6 +169,17 @@ def assemble(plan: DecoderPlan, *, notify: Callable[[str], None]) -> Assembly:
         share_prefixes=plan.share_prefixes,
     )
     return Assembly(decoder, origin, facts, _learn_costs(plan, decoder, notify))
+
+
+def _device(wanted: str) -> torch.device:
+    """Raises ConfigError where there is no such device."""
+    has_cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not has_cuda:
+        raise ConfigError(
+            "a GPU is asked for, and PyTorch finds none that it can use",
+            "--device cpu runs without one",
+        )
+    return torch.device("cuda" if has_cuda and wanted != "cpu" else "cpu")
 
 
 def _check_widths(plan: DecoderPlan, net: DFlash | None) -> None:
@@ -252,8 +269,8 @@ def _facts(target: Target, tokenizer_digest: str | None) -> TargetFacts:
 def load_net(folder: Path, target: Target, tokenizer_digest: str | None = None) -> DFlash:
     """A drafter for inference, in the target's precision. Raises ConfigError if it does not fit."""
     net = load_drafter(folder, _facts(target, tokenizer_digest), dtype=target.dtype)
-    net.eval().requires_grad_(False)
-    net.fuse()
+    net.to(target.device).eval().requires_grad_(False)
+    net.fuse()  # last: what moves weights leaves the fused ones behind
     return net
 
 

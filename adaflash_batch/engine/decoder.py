@@ -17,6 +17,7 @@ from adaflash_batch.engine.in_flight import (
     Flight,
     Item,
     learn_drafts,
+    misfit,
     pack_items,
     sources_of,
 )
@@ -139,12 +140,16 @@ class Decoder:
         layer_ids: tuple[int, ...],
         emit: Callable[[Trajectory], None],
         wanted: Callable[[], bool] = lambda: True,
+        *,
+        keeps_all: bool = True,
     ) -> None:
         """From now on hand the states of finished requests to `emit`; see `Capture`."""
         assert not self._entries, "requests are on their way already"
         self._scheduler.prefixes.clear()  # nothing is kept of what these computed
         num_pages = self._scheduler.pool.num_pages if self._shares_prefixes else 0
-        self._keeping.capture = Capture(self._target, layer_ids, emit, wanted, num_pages)
+        self._keeping.capture = Capture(
+            self._target, layer_ids, emit, wanted, num_pages, keeps_all=keeps_all
+        )
 
     def profile(self) -> None:
         """Measure what steps take, before the first request."""
@@ -225,7 +230,8 @@ class Decoder:
         entry = Entry(request, sequence, list(prompt), self._clock(), self.speculator.begin(prompt))
         if sampling.reshapes_logits:
             entry.history = TokenHistory(prompt=frozenset(prompt))
-        error = self._misfit(limit, sequence)
+        pool = self._scheduler.pool
+        error = misfit(limit, self.context, self._scheduler.pages_for(sequence), pool.num_pages)
         if error is not None:
             self._finished.append(entry.completion("error", error, self._clock()))
             return
@@ -237,16 +243,6 @@ class Decoder:
         """Forget the requests that hold no KV memory: nothing comes of them."""
         for sequence in self._scheduler.drop_waiting():
             self._keeping.forget(self._entries.pop(sequence))
-
-    def _misfit(self, limit: int, sequence: ScheduledSequence) -> RowError | None:
-        if limit > self.context:
-            message = f"prompt and max_new_tokens are {limit} tokens, the context is "
-            return RowError("prompt_too_long", f"{message}{self.context}")
-        pool = self._scheduler.pool
-        if self._scheduler.pages_for(sequence) > pool.num_pages:
-            message = f"prompt and max_new_tokens are {limit} tokens, KV memory holds "
-            return RowError("kv_memory_too_small", f"{message}{pool.num_pages * PAGE}")
-        return None
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
@@ -281,6 +277,8 @@ class Decoder:
         kept = self._commit(items, choices, sound)
         self._keeping.keep(items, packed, kept)
         self._dismiss(items)
+        if not self._entries:
+            self._keeping.flush()
         self.num_steps += 1
         self._observe(items, packed, flight.begun.seconds, self._clock() - flight.began)
 

@@ -227,6 +227,9 @@ class BlockDrafter:
             raise ConfigError(f"version {weights.version} is not this drafter's: {problem}")
         for name, parameter in own.items():
             parameter.copy_(weights.tensors[name])
+        if self._target.device.type == "cuda":
+            # Their memory may be given up as soon as this returns, by a thread with its own stream.
+            torch.cuda.current_stream(self._target.device).synchronize()
         self.version = weights.version
 
 

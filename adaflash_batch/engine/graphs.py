@@ -125,7 +125,7 @@ class Graphs(Generic[Result]):
 
 
 def graph_memory(device: torch.device) -> int:
-    """Bytes that graphs may take there."""
+    """Bytes that the graphs of the target, or of the drafter, may take there."""
     if device.type != "cuda":
-        return 0
+        return 2**63 - 1
     return int(torch.cuda.get_device_properties(device).total_memory * MOST_SHARE)

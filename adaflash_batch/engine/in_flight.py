@@ -16,6 +16,7 @@ from adaflash_batch.engine.policy import Candidate, Chosen
 from adaflash_batch.engine.sampling import ChoiceBlock, TokenHistory
 from adaflash_batch.engine.scheduler import Scheduled
 from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
+from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.request import Completion, FinishReason, Request, RowError, Timing
 from adaflash_batch.stats import SpeculationCounts
 
@@ -178,6 +179,22 @@ def sources_of(items: Sequence[Item], packed: Packed) -> Int32:
             begin, count = start + item.scheduled.num_known, len(item.drafts)
             sources[begin : begin + count] = np.arange(place, place + count)
     return sources
+
+
+def misfit(limit: int, context: int, needed: int, num_pages: int) -> RowError | None:
+    """Why a request of so many tokens can never run; None if it can.
+
+    Args:
+        context: the longest that can.
+        needed: pages that it takes, of `num_pages`.
+    """
+    if limit > context:
+        message = f"prompt and max_new_tokens are {limit} tokens, the context is {context}"
+        return RowError("prompt_too_long", message)
+    if needed > num_pages:
+        message = f"prompt and max_new_tokens are {limit} tokens, KV memory holds "
+        return RowError("kv_memory_too_small", f"{message}{num_pages * PAGE}")
+    return None
 
 
 def piece_of(recording: Recording, item: Item, row: int, position: int, choice_row: int) -> Piece:

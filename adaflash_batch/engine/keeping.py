@@ -43,7 +43,7 @@ class Keeping:
 
     def begin(self, entry: Entry) -> None:
         """A request comes."""
-        if self.capture is not None and self.capture.wanted():
+        if self.capture is not None and self.capture.wants():
             entry.recording = self.capture.begin(entry.num_prompt, entry.sequence.limit)
 
     def recall(self, entry: Entry) -> None:
@@ -68,6 +68,11 @@ class Keeping:
         """A request ended: its pages are another's from now on."""
         if self._late is not None:
             self._late.forget(entry.sequence)
+
+    def flush(self) -> None:
+        """Nothing runs any more: wait for what is still on its way to those that learn."""
+        if self.capture is not None:
+            self.capture.flush()
 
     def _absorb(self, items: list[Item], packed: Packed, kept: Sequence[int]) -> None:
         """Keep for the drafter what the target saw of the tokens that stay."""

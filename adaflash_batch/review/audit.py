@@ -164,6 +164,8 @@ class _Redo:
             name=spec.model.name,
             dtype=spec.model.dtype,
             trust_remote_code=spec.model.trust_remote_code,
+            device=spec.engine.device,
+            deterministic=spec.engine.deterministic,
             concurrency=1,
             token_budget=spec.engine.token_budget,
             context=spec.engine.context,
