@@ -49,19 +49,24 @@ def logits_of(
     return student.to(dtype), teacher.to(dtype), labels
 
 
-def rms_ratio(ours: Tensor, reference: Tensor) -> float:
+def rms_ratio(ours: Tensor, reference: Tensor, least: float = 1e-6) -> float:
     error = (ours.double() - reference.double()).pow(2).mean().sqrt()
-    return float(error / reference.double().pow(2).mean().sqrt().clamp(min=1e-6))
+    return float(error / reference.double().pow(2).mean().sqrt().clamp(min=least))
 
 
-def check(ours: TokenLosses, reference: TokenLosses, bound: float) -> None:
+def check(ours: TokenLosses, reference: TokenLosses) -> None:
+    """Nats are differences of logarithms of about 1: what is left of them is no better than that.
+
+    So are the two or three entries of a gradient whose row is as good as certain.
+    """
     assert torch.equal(ours.hits, reference.hits)
     assert torch.equal(ours.clipped, reference.clipped)
-    for name in ("cross_entropy", "divergence", "top", "second", "by_logit"):
+    scales = {"cross_entropy": 1.0, "divergence": 1.0, "top": 1.0, "second": 1.0, "by_logit": 0.03}
+    for name, least in scales.items():
         mine, theirs = getattr(ours, name), getattr(reference, name)
         assert mine.shape == theirs.shape
         if mine.numel():
-            assert rms_ratio(mine, theirs) < bound, name
+            assert rms_ratio(mine, theirs, least) < 1e-5, name
 
 
 @each_loss
@@ -71,7 +76,7 @@ def test_it_is_the_reference(terms: Terms, has_labels: bool) -> None:
     labels = targets if has_labels else None
     before = [each.clone() for each in (student, teacher, targets)]
     reference = opd_loss_reference(student, teacher, labels, terms, with_likeliest=True)
-    check(triton_opd_loss.opd_loss(student, teacher, labels, terms), reference, 1e-5)
+    check(triton_opd_loss.opd_loss(student, teacher, labels, terms), reference)
     assert bool(reference.clipped.any()) == (terms.clip is not None)
     assert reference.by_logit.abs().min() > 0
     assert all(map(torch.equal, (student, teacher, targets), before))
@@ -87,7 +92,7 @@ def test_it_is_the_reference(terms: Terms, has_labels: bool) -> None:
 def test_any_sizes(terms: Terms, num: int, vocabulary: int, seed: int) -> None:
     student, teacher, labels = logits_of(num, vocabulary, seed)
     reference = opd_loss_reference(student, teacher, labels, terms, with_likeliest=True)
-    check(triton_opd_loss.opd_loss(student, teacher, labels, terms), reference, 1e-5)
+    check(triton_opd_loss.opd_loss(student, teacher, labels, terms), reference)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -97,9 +102,9 @@ def test_reductions_are_float32_whatever_the_logits(terms: Terms, dtype: torch.d
     reference = opd_loss_reference(student, teacher, labels, terms, with_likeliest=True)
     ours = triton_opd_loss.opd_loss(student, teacher, labels, terms)
     assert ours.by_logit.dtype == dtype
-    # The interpreter cuts off what a GPU rounds: less than a unit in the last place, half of it rms.
+    # The interpreter cuts off what a GPU rounds: up to a unit in the last place.
     assert rms_ratio(ours.by_logit, reference.by_logit) < torch.finfo(dtype).eps / 2
-    check(ours._replace(by_logit=reference.by_logit), reference, 1e-5)
+    check(ours._replace(by_logit=reference.by_logit), reference)
 
 
 def test_equal_logits_are_no_trouble() -> None:
@@ -110,7 +115,7 @@ def test_equal_logits_are_no_trouble() -> None:
         labels = torch.tensor([0])
         reference = opd_loss_reference(student, None, labels, TERMS["ce"], with_likeliest=True)
         ours = triton_opd_loss.opd_loss(student, None, labels, TERMS["ce"])
-        check(ours, reference, 1e-5)
+        check(ours, reference)
         assert torch.equal(ours.top, ours.second)
         assert bool(ours.hits)
 
