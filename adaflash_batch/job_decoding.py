@@ -226,6 +226,7 @@ class RowDecoding:
             looks_up=speculation.lookup,
             costs=models.cache_root() / "step-costs",
             device=engine.device,
+            deterministic=engine.deterministic,
             concurrency=engine.concurrency,
             token_budget=engine.token_budget,
             kv_bytes=engine.kv_bytes,

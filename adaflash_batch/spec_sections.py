@@ -193,12 +193,14 @@ class SamplingSection(BaseModel):
 
 
 class EngineSection(BaseModel):
-    """How much of the machine is used; changes no text, but for `context`."""
+    """How much of the machine is used; changes no text, but for `context`, `deterministic`."""
 
     model_config = _SECTION
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto takes a GPU that PyTorch can use."""
+    deterministic: bool = False
+    """On a GPU, round every token alike whatever else is in its pass; slower, changes texts."""
     concurrency: Count = 64
     """Requests decoded at once."""
     token_budget: Count = 1024

@@ -130,7 +130,7 @@ def _shipped(target: Target) -> DFlash:
 
 
 def _decode_all(notes: Notes, target: Target, drafter: DFlash, *, is_tiny: bool) -> None:
-    concurrencies = (1, 3) if is_tiny else _CONCURRENCIES
+    concurrencies = (1, 2) if is_tiny else _CONCURRENCIES
     rest = 2 * len(concurrencies)
     for net in (None, drafter):
         for concurrency in concurrencies:
@@ -146,7 +146,7 @@ def _decode_all(notes: Notes, target: Target, drafter: DFlash, *, is_tiny: bool)
 def _decode(
     target: Target, net: DFlash | None, concurrency: int, seconds: float, *, is_tiny: bool
 ) -> dict[str, Any]:
-    longest, prompt = (60, 8) if is_tiny else (1024, _PROMPT)
+    longest, prompt = (12, 8) if is_tiny else (1024, _PROMPT)
     decoder = Decoder(
         target,
         drafter=None if net is None else lambda num_pages: BlockDrafter(net, target, num_pages),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import gpu_rows
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -85,6 +86,7 @@ def run(notes: Notes, device_name: str, *, is_tiny: bool) -> None:
         notes.attempt(f"paged_attention: {name}", _NEEDED_S, work)
     storing = TINY["verify"] if is_tiny else Shape(128, 8, 1024)
     notes.attempt("store_kv", _NEEDED_S, partial(_store, storing, kernels, device, dtype))
+    gpu_rows.run(notes, device, dtype, is_tiny=is_tiny)
     if device.type == "cuda":
         flex = partial(_flex, SHAPES["verify 8, 128 requests, 1k"], device, dtype)
         notes.attempt("flex_attention: verify 8, 128 requests, 1k", 40.0, flex)

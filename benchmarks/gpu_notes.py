@@ -84,7 +84,7 @@ def timed(work: Callable[[], Any], device: torch.device, most: float = 1.0) -> f
     seconds, began = list[float](), time.monotonic()
     while len(seconds) < 5 or (len(seconds) < 50 and time.monotonic() - began < most):
         flush.zero_()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
         events[0].record()
         work()
         events[1].record()

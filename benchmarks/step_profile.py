@@ -118,7 +118,7 @@ class Clock:
             finally:
                 taken = self.now() - began
                 self._is_within_whole = False
-                self.seconds[part] += taken - self._stack.pop()
+                self.seconds.update({part: taken - self._stack.pop()})
                 if self._stack:
                     self._stack[-1] += taken
 
@@ -266,7 +266,7 @@ def measure_job(options: argparse.Namespace) -> dict[str, Any]:
                     raise
         seconds = time.perf_counter() - began
         summary = json.loads((folder / "out" / "_adaflash" / "summary.json").read_text())
-    parts = {part: round(taken, 3) for part, taken in clock.seconds.most_common()}
+    parts: dict[str, float] = {p: round(taken, 3) for p, taken in clock.seconds.most_common()}
     parts["python"] = round(seconds - sum(parts.values()), 3)
     decode_s = seconds - clock.seconds["loading"]
     share = round(clock.seconds["steps"] / decode_s, 4)

@@ -16,13 +16,16 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 from adaflash_batch.kernels.variant import LAUNCH, Variant
 
-MODULES: tuple[str, ...] = ("triton_elementwise", "triton_linear", "triton_widths")
+MODULES: tuple[str, ...] = (
+    *("triton_attention", "triton_splits", "triton_store"),
+    *("triton_elementwise", "triton_linear"),
+    *("triton_accept", "triton_opd_loss", "triton_widths"),
+)
 """Of adaflash_batch.kernels, those with VARIANTS."""
 
 README = Path(__file__).with_name("README.md")
@@ -101,11 +104,10 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 def build_all() -> list[Build]:
-    """Every variant for every capability."""
-    wanted = list(variants())
+    """Every variant for every capability that it is for."""
+    wanted = [(variant, each) for variant in variants() for each in variant.capabilities]
     with ThreadPoolExecutor(2) as pool:  # most of the time is ptxas's
-        columns = [pool.map(partial(compile_variant, capability=c), wanted) for c in SHARED_LIMITS]
-        return [build for row in zip(*columns, strict=True) for build in row]
+        return list(pool.map(compile_variant, *zip(*wanted, strict=True)))
 
 
 def table(builds: list[Build]) -> str:

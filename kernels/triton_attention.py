@@ -84,13 +84,13 @@ def paged_attention_kernel(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    WIDENS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ) -> None:
     """One program a tile, kv head and split; with WALKS it takes all splits of its tile.
 
     A tile whose keys are in several splits leaves their sums in partial and sums, see
-    `triton_splits.join_splits`; otherwise, and with WALKS, the result goes to out. WIDENS is for
-    Triton's interpreter, which cannot multiply bfloat16.
+    `triton_splits.join_splits`; otherwise, and with WALKS, the result goes to out. INTERPRETED is
+    for Triton's interpreter, which cannot multiply bfloat16 and warns of what GPUs do in silence.
     """
     TOKENS: tl.constexpr = ROWS // GROUP
     kv_head, num_kv_heads = tl.program_id(1), tl.num_programs(1)
@@ -113,13 +113,13 @@ def paged_attention_kernel(
     in_tile = rows // GROUP
     in_segment = tile * TOKENS + in_tile
     is_row = (in_tile < TOKENS) & (in_segment < length)
-    position = context + in_segment
+    position = context + tl.minimum(in_segment, length - 1)
     token = (tl.load(start_ptr + segment) + in_segment).to(tl.int64)
     head = kv_head * GROUP + rows % GROUP
     mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     q_at = token * q_token + head.to(tl.int64) * q_head
     q = tl.load(q_ptr + q_at[:, None] + dims[None, :], mask=mask, other=0.0)
-    if WIDENS:
+    if INTERPRETED:
         q = q.to(tl.float32)
     table_row = table_ptr + segment.to(tl.int64) * table_stride
 
@@ -139,16 +139,19 @@ def paged_attention_kernel(
         # The compiler cannot see it, and would not load keys of a page in wide pieces.
         page = tl.max_constancy(page, [PAGE])
         at = (page.to(tl.int64) * num_kv_heads + kv_head) * (HEAD_DIM * PAGE)
-        # What nobody wrote may be NaN, which a weight of 0 would not hide.
         is_key = key < end
+        # Whole pages, or keys could not be loaded in wide pieces; what is no key is not seen below.
         k_at = (at + key % PAGE)[None, :] + (dims * PAGE)[:, None]
-        k_mask = is_key[None, :] & (dims < HEAD_DIM)[:, None]
-        keys = tl.load(k_pages_ptr + k_at, mask=k_mask, other=0.0)
+        if DIMS == HEAD_DIM:
+            keys = tl.load(k_pages_ptr + k_at)
+        else:
+            keys = tl.load(k_pages_ptr + k_at, mask=(dims < HEAD_DIM)[:, None], other=0.0)
+        # What nobody wrote may be NaN, which a weight of 0 would not hide.
         v_at = (at + key % PAGE * HEAD_DIM)[:, None] + dims[None, :]
         v_mask = is_key[:, None] & (dims < HEAD_DIM)[None, :]
         values = tl.load(v_pages_ptr + v_at, mask=v_mask, other=0.0)
-        if WIDENS:
-            keys = keys.to(tl.float32)
+        if INTERPRETED:
+            keys = tl.where(is_key[None, :], keys.to(tl.float32), 0.0)
 
         scores = tl.dot(q, keys, input_precision="ieee")
         if HAS_SOFTCAP:
@@ -167,7 +170,7 @@ def paged_attention_kernel(
         weight = tl.fma(weight, fade, tl.sum(likes, 1))
         mixed = mixed * fade[:, None]
         likes = likes.to(values.dtype)
-        if WIDENS:
+        if INTERPRETED:
             likes, values = likes.to(tl.float32), values.to(tl.float32)
         mixed = tl.dot(likes, values, mixed, input_precision="ieee")
         top = new_top
@@ -235,7 +238,7 @@ def attend(
         (how.softcap if capped else how.scale) * _LOG2_E,
         2 * _LOG2_E * how.scale / how.softcap if capped else 0.0,
         **_constants(tiling, head_dim, how, num_segments=_num_searched(step, tiling), walks=walks),
-        WIDENS=q.dtype == torch.bfloat16 and q.device.type == "cpu",
+        INTERPRETED=q.device.type == "cpu",
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         **LAUNCH,
@@ -324,28 +327,48 @@ def _constants(
 def _variant(
     name: str,
     element: torch.dtype,
-    group: int,
-    head_dim: int,
+    heads: tuple[int, int],
     how: Attention,
+    capability: int,
     *,
     num_segments: int = 0,
     walks: bool = False,
-    capability: int = 90,
 ) -> Variant:
+    """Of query heads a kv head and head dim."""
     short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[element]
-    tiling = _tiling(group, head_dim, element, capability)
-    tensors = dict.fromkeys(
-        ("out_ptr", "q_ptr", "k_pages_ptr", "v_pages_ptr"), f"*{short}"
-    ) | dict.fromkeys(("partial_ptr", "sums_ptr"), "*fp32")
-    places = dict.fromkeys(("start_ptr", "length_ptr", "context_ptr", "table_ptr"), "*i32")
+    tiling = _tiling(*heads, element, capability)
+    tensors = dict.fromkeys(("out_ptr", "q_ptr", "k_pages_ptr", "v_pages_ptr"), f"*{short}")
+    tensors |= dict.fromkeys(("partial_ptr", "sums_ptr"), "*fp32")
+    tensors |= dict.fromkeys(("start_ptr", "length_ptr", "context_ptr", "table_ptr"), "*i32")
     sizes = ("num_tokens", "num_segments", "table_stride", "q_token", "q_head")
     numbers = dict.fromkeys(sizes, "i32") | dict.fromkeys(("factor", "inner_factor"), "fp32")
+    constants = _constants(tiling, heads[1], how, num_segments=num_segments, walks=walks)
     return Variant(
-        name=f"paged_attention {short} {group} x {head_dim} {name}",
+        name=f"attention {short} {heads[0]} x {heads[1]}, {name}",
         kernel=paged_attention_kernel,
-        signature=tensors | places | numbers,
-        constexprs=_constants(tiling, head_dim, how, num_segments=num_segments, walks=walks)
-        | {"WIDENS": False},
+        signature=tensors | numbers,
+        constexprs=constants | {"INTERPRETED": False},
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        capabilities=(capability,),
     )
+
+
+def _variants() -> list[Variant]:
+    plain, both_ways = Attention(1.0), Attention(1.0, causal=False)
+    gemma = Attention(1.0, window=1024, softcap=50.0)
+    half, single = torch.float16, torch.float32
+    return [
+        _variant("a split", torch.bfloat16, (4, 128), plain, 90),
+        _variant("a block", torch.bfloat16, (4, 128), both_ways, 90),
+        _variant("prefill", half, (3, 64), plain, 90, num_segments=128, walks=True),
+        _variant("prefill", single, (4, 128), plain, 90, num_segments=128, walks=True),
+        *(
+            _variant(name, torch.bfloat16, heads, how, each, num_segments=128, walks=True)
+            for name, heads, how in (("prefill", (4, 128), plain), ("Gemma", (2, 256), gemma))
+            for each in (80, 90)
+        ),
+    ]
+
+
+VARIANTS = _variants()

@@ -156,4 +156,4 @@ def _variant(group: int, head_dim: int) -> Variant:
     )
 
 
-VARIANTS = [_variant(4, 128), _variant(7, 64), _variant(2, 256)]
+VARIANTS = [_variant(4, 128), _variant(7, 64)]

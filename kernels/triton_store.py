@@ -19,15 +19,15 @@ _TOKENS = 16
 
 @triton.jit
 def _places(
-    token,
-    start_ptr,
-    context_ptr,
-    segment_of_ptr,
-    table_ptr,
-    num_tokens,
-    table_stride,
+    token: tl.tensor,
+    start_ptr: tl.tensor,
+    context_ptr: tl.tensor,
+    segment_of_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    table_stride: tl.tensor,
     PAGE: tl.constexpr,
-):
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Of each token: whether it is one, its page, and its place within."""
     segment = tl.load(segment_of_ptr + token, mask=token < num_tokens, other=-1)
     is_stored = segment >= 0
@@ -39,25 +39,25 @@ def _places(
 
 @triton.jit(do_not_specialize=["num_tokens", "table_stride"])
 def store_kv_kernel(
-    k_pages_ptr,
-    v_pages_ptr,
-    k_ptr,
-    v_ptr,
-    start_ptr,
-    context_ptr,
-    segment_of_ptr,
-    table_ptr,
-    num_tokens,
-    table_stride,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
+    k_pages_ptr: tl.tensor,
+    v_pages_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    start_ptr: tl.tensor,
+    context_ptr: tl.tensor,
+    segment_of_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    table_stride: tl.tensor,
+    k_token: tl.tensor,
+    k_head: tl.tensor,
+    v_token: tl.tensor,
+    v_head: tl.tensor,
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     PAGE: tl.constexpr,
     TOKENS: tl.constexpr,
-):
+) -> None:
     """One program a run of tokens and kv head."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     kv_head, num_kv_heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
@@ -78,29 +78,29 @@ def store_kv_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "table_stride"])
 def rotate_and_store_kernel(
-    q_ptr,
-    k_pages_ptr,
-    v_pages_ptr,
-    qkv_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    start_ptr,
-    context_ptr,
-    segment_of_ptr,
-    table_ptr,
-    num_tokens,
-    table_stride,
-    num_heads,
-    num_kv_heads,
-    eps,
+    q_ptr: tl.tensor,
+    k_pages_ptr: tl.tensor,
+    v_pages_ptr: tl.tensor,
+    qkv_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    q_norm_ptr: tl.tensor,
+    k_norm_ptr: tl.tensor,
+    start_ptr: tl.tensor,
+    context_ptr: tl.tensor,
+    segment_of_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    table_stride: tl.tensor,
+    num_heads: tl.tensor,
+    num_kv_heads: tl.tensor,
+    eps: tl.tensor,
     HEAD_DIM: tl.constexpr,
     HALVES: tl.constexpr,
     PAGE: tl.constexpr,
     TOKENS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
-):
+) -> None:
     """One program a run of tokens and head of queries, keys or values."""
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -215,3 +215,38 @@ def rotate_and_store(
 
 def _sizes(head_dim: int, padded: int, padded_name: str) -> dict[str, int]:
     return {"HEAD_DIM": head_dim, padded_name: padded, "PAGE": PAGE, "TOKENS": _TOKENS}
+
+
+_PLACES = dict.fromkeys(("start_ptr", "context_ptr", "segment_of_ptr", "table_ptr"), "*i32")
+
+
+def _store_variant(head_dim: int) -> Variant:
+    tensors = dict.fromkeys(("k_pages_ptr", "v_pages_ptr", "k_ptr", "v_ptr"), "*bf16")
+    numbers = ("num_tokens", "table_stride", "k_token", "k_head", "v_token", "v_head")
+    return Variant(
+        name=f"store_kv bf16 {head_dim}",
+        kernel=store_kv_kernel,
+        signature=tensors | _PLACES | dict.fromkeys(numbers, "i32"),
+        constexprs=_sizes(head_dim, triton.next_power_of_2(head_dim), "DIMS"),
+        num_warps=4,
+        num_stages=3,
+    )
+
+
+def _rotate_variant(head_dim: int) -> Variant:
+    pages = ("q_ptr", "k_pages_ptr", "v_pages_ptr")
+    inputs = ("qkv_ptr", "cos_ptr", "sin_ptr", "q_norm_ptr", "k_norm_ptr")
+    numbers = ("num_tokens", "table_stride", "num_heads", "num_kv_heads")
+    types = dict.fromkeys((*pages, *inputs), "*bf16") | _PLACES | dict.fromkeys(numbers, "i32")
+    sizes = _sizes(head_dim, triton.next_power_of_2(head_dim // 2), "HALVES")
+    return Variant(
+        name=f"rotate_and_store bf16 {head_dim}",
+        kernel=rotate_and_store_kernel,
+        signature=types | {"eps": "fp32"},
+        constexprs=sizes | {"HAS_NORMS": True},
+        num_warps=4,
+        num_stages=3,
+    )
+
+
+VARIANTS = [_store_variant(128), _rotate_variant(128)]

@@ -16,6 +16,7 @@ class Variant(NamedTuple):
     kernel: what `triton.jit` made.
     signature: the types of its arguments in Triton's words, `*bf16` or `i32`; constexprs left out.
     constexprs: the values of those.
+    capabilities: of the GPUs that get this build, 90 for Hopper.
     """
 
     name: str
@@ -24,3 +25,4 @@ class Variant(NamedTuple):
     constexprs: Mapping[str, Any]
     num_warps: int
     num_stages: int
+    capabilities: tuple[int, ...] = (80, 90)

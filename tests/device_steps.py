@@ -58,9 +58,12 @@ def layout(
             start[segment], end = end, end + length[segment]
             segment_of[start[segment] : end] = segment
     table, num_pages = _table(context + length, used, draw)
-    columns = (torch.from_numpy(each) for each in (start, length, context, table, segment_of))
     device = DeviceStep(
-        *columns,
+        start=torch.from_numpy(start),
+        length=torch.from_numpy(length),
+        context=torch.from_numpy(context),
+        table=torch.from_numpy(table),
+        segment_of=torch.from_numpy(segment_of),
         num_tokens=len(segment_of),
         max_length=int(length.max()) + int(draw.integers(3)),
         max_context=int((context + length).max()) + int(draw.integers(100)),

@@ -32,7 +32,11 @@ PENALISED = Sampling(max_new_tokens=12, repetition_penalty=1.3, min_new_tokens=5
 MIXED = [GREEDY, SAMPLED, PENALISED, Sampling(max_new_tokens=3), SAMPLED, GREEDY]
 ENDS = frozenset([2])
 HAZARD = dataclasses.replace(DFLASH, length_head="hazard", length_head_width=8)
-MEMBERS = {"dflash": DFLASH, "dspark": DSPARK, "dflash2": DFLASH2, "hazard": HAZARD}
+SCALAR = dataclasses.replace(DFLASH, length_head="adaflash", length_head_width=8)
+MEMBERS = {
+    **{"dflash": DFLASH, "dspark": DSPARK, "dflash2": DFLASH2},
+    **{"hazard": HAZARD, "scalar": SCALAR},
+}
 
 
 @pytest.fixture(scope="module")

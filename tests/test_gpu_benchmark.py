@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import time
@@ -64,7 +65,9 @@ def test_every_kernel_is_measured(tmp_path: Path) -> None:
     gpu_kernels.run(Notes(tmp_path / "out.json", 1000.0), "cpu", is_tiny=True)
     found = figures(tmp_path / "out.json")
     measured = {name: each for name, each in found.items() if isinstance(each, dict)}
-    assert len(measured) == len(found) - 1 >= 4
+    missing = set(found) - set(measured) - {"attention kernels"}
+    assert not missing or not importlib.util.find_spec("triton"), found
+    assert len(measured) >= 9
     for each in measured.values():
         assert each["seconds"] > 0
         assert each["bytes"] > 0

@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adaflash_batch.adapt.losses import (
     Bias,
     Head,
-    LossKind,
     LossStats,
     Objective,
     draft_loss,
     position_weights,
 )
 from adaflash_batch.errors import ConfigError
+from adaflash_batch.kernels.opd_loss import LossKind
 
 VOCABULARY, HIDDEN = 37, 12
 OBJECTIVES = {

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from drafters import DFLASH2, DSPARK
 from nets import TINY
-from test_adoption import DFLASH2, DSPARK
 from tiny import VOCABULARY, as_requests, decode, random_prompts, texts
 from torch import Tensor
 from trajectories import TABLE, repeating

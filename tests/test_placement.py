@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drafters import DSPARK
 from folders import (
     Listener,
     completions,
@@ -25,7 +26,6 @@ from folders import (
     write_rows,
 )
 from nets import TINY
-from test_adoption import DSPARK
 from test_online_learning import ALWAYS, following, parts_of
 from tiny import as_requests, decode, random_prompts, texts
 from torch import Tensor

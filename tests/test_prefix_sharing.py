@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from drafters import net_of
 from folders import read_rows, tiny_model_folder, write_rows
 from folders import run as run_job
-from test_adoption import MEMBERS, net_of, weights_of
+from test_adoption import MEMBERS, weights_of
 from tiny import (
     ARCHITECTURES,
     VOCABULARY,

@@ -144,8 +144,9 @@ def test_a_row_depends_on_its_request_alone(dtype: torch.dtype, window: int) -> 
                 num_tokens=1,
                 max_length=1,
             )
-            one = (each[row : row + 1] for each in (whole.q, whole.k, whole.v))
-            assert torch.equal(paged_attention(step, whole.kv, *one, how)[0], at_once[row])
+            q, k, v = (each[row : row + 1] for each in (whole.q, whole.k, whole.v))
+            alone = paged_attention(step, whole.kv, q, k, v, how)
+            assert torch.equal(alone[0], at_once[row])
 
 
 def test_inputs_are_left_alone() -> None:

@@ -9,18 +9,17 @@ the drafter's hidden states is made in the forward pass, while a chunk's logits 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adaflash_batch.adapt.divergences import forward_kl, opd
 from adaflash_batch.adapt.known_gradient import with_gradient
-from adaflash_batch.drafter.length import CERTAINTY, certainty
+from adaflash_batch.drafter.length import CERTAINTY, certainty_of
 from adaflash_batch.errors import ConfigError
+from adaflash_batch.kernels.opd_loss import LossKind, Terms, opd_loss
 
-LossKind = Literal["ce", "forward_kl", "opd"]
 LengthLabel = Literal["hindsight", "truncated"]
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -214,6 +213,7 @@ def draft_loss(
             if gradients is not None:
                 share = (chunk.weights / total_weight).unsqueeze(-1)
                 gradients.add(chunk.positions, by_logit, share, head.weight, bias)
+            del by_logit  # before the next chunk's is made
         rows = _Rows(*map(torch.cat, zip(*parts, strict=True)))
         loss, stats = _summarise(objective, chosen, rows, len(head.weight), len(student))
         loss = loss / total_weight if len(chosen.positions) else loss
@@ -312,43 +312,29 @@ def _losses(
     bias: Bias | None,
     with_certainty: bool,
 ) -> tuple[_Rows, Tensor]:
-    """Losses of a chunk, and their gradient by the student's logits, float32 [C, V]."""
-    log_q = _log_probabilities(weight, student[chunk.positions], _rows_of(bias, chunk.positions))
-    log_p = None
+    """Losses of a chunk, and their gradient by the student's logits [C, V]."""
+    logits = _logits(weight, student[chunk.positions], _rows_of(bias, chunk.positions))
+    taught = None
     if teacher is not None and (objective.kind != "ce" or chunk.labels is None):
-        log_p = _log_probabilities(weight, teacher[chunk.positions])
-    if chunk.labels is None:
-        assert log_p is not None
-        labels = log_p.argmax(-1)
-    else:
-        labels = chunk.labels
-    best = log_q.argmax(-1)
-    hits = best == labels
-    sure = certainty(log_q, best) if with_certainty else log_q.new_empty(0, CERTAINTY)
-    cross_entropy = -log_q.gather(1, labels.unsqueeze(1)).squeeze(1)
-    clipped = torch.zeros_like(labels)
-    if objective.kind == "ce":
-        divergence, gradient = torch.zeros_like(cross_entropy), log_q.exp_()
-    elif objective.kind == "forward_kl":
-        divergence, gradient = forward_kl(log_q, cast(Tensor, log_p))
-    else:
-        divergence, clipped, gradient = opd(
-            log_q, cast(Tensor, log_p), objective.shares, objective.clip
-        )
-    share = objective.shares[0]
-    gradient.scatter_add_(1, labels.unsqueeze(1), gradient.new_full((len(labels), 1), -share))
-    return _Rows(cross_entropy, divergence, clipped, hits, sure), gradient
+        taught = _logits(weight, teacher[chunk.positions])
+    terms = Terms(objective.kind, objective.shares, objective.clip)
+    found = opd_loss(logits, taught, chunk.labels, terms, with_likeliest=with_certainty)
+    sure = found.cross_entropy.new_empty(0, CERTAINTY)
+    if with_certainty:
+        sure = certainty_of(found.top, found.second)
+    rows = _Rows(found.cross_entropy, found.divergence, found.clipped, found.hits, sure)
+    return rows, found.by_logit
 
 
 def _rows_of(bias: Bias | None, positions: Tensor) -> Bias | None:
     return None if bias is None else Bias(bias.latents[positions], bias.table)
 
 
-def _log_probabilities(weight: Tensor, hidden: Tensor, bias: Bias | None = None) -> Tensor:
+def _logits(weight: Tensor, hidden: Tensor, bias: Bias | None = None) -> Tensor:
     logits = F.linear(hidden.to(weight.dtype), weight)
     if bias is not None:
         logits += F.linear(bias.latents, bias.table)
-    return logits.log_softmax(-1, dtype=torch.promote_types(weight.dtype, torch.float32))
+    return logits
 
 
 def _summarise(

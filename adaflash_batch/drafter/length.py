@@ -76,8 +76,14 @@ def _certainty(scores: Tensor, best: Tensor) -> Tensor:
     logs = scores.log_softmax(-1, dtype=wide)
     top = logs.gather(-1, best)
     second = logs.scatter_(-1, best, float("-inf")).amax(-1, keepdim=True)
+    return certainty_of(top.squeeze(-1), second.squeeze(-1))
+
+
+@torch.no_grad()
+def certainty_of(top: Tensor, second: Tensor) -> Tensor:
+    """`certainty` [.., 3] from the log-probabilities [..] of the two best candidates."""
     others = torch.log1p(-top.exp().clamp(max=_SURE))
-    return torch.cat((top - others, top, (top - second).clamp(max=_LARGEST_LEAD)), dim=-1)
+    return torch.stack((top - others, top, (top - second).clamp(max=_LARGEST_LEAD)), dim=-1)
 
 
 class HazardHead(nn.Module):

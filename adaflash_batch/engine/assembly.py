@@ -45,6 +45,7 @@ class DecoderPlan:
         name: what the user calls the model.
         dtype: `auto` (the checkpoint's), `float32`, `bfloat16` or `float16`.
         device: `auto` (a GPU that can be used, else the CPU), `cpu` or `cuda`.
+        deterministic: on a GPU, whether no text depends on the batch, not even by rounding.
         drafter: folder of a DFlash checkpoint, None for plain decoding.
         versions: folder of a drafter's versions (drafter/versions.py), there or not. The current
             one drafts, or else `drafter`.
@@ -68,6 +69,7 @@ class DecoderPlan:
     name: str
     dtype: str = "auto"
     device: str = "auto"
+    deterministic: bool = False
     trust_remote_code: bool = False
     drafter: Path | None = None
     versions: Path | None = None
@@ -144,6 +146,7 @@ def assemble(plan: DecoderPlan, *, notify: Callable[[str], None]) -> Assembly:
             dtype=_DTYPES[plan.dtype],
             trust_remote_code=plan.trust_remote_code,
             device=_device(plan.device),
+            deterministic=plan.deterministic,
         )
     slow = target.attention_note()
     if slow is not None:

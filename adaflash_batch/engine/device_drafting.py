@@ -36,6 +36,21 @@ class LateDrafter(Protocol):
         """(requests, seconds) of drafts made since it was last asked; waits for the last."""
 
 
+def _on_host(proposal: Proposal, num_requests: int) -> Proposal:
+    """That of the first requests, in one copy."""
+    survival, length = proposal.survival, proposal.length
+    parts = [proposal.drafts] if survival is None else [proposal.drafts, survival]
+    # float64 has room for every token id.
+    columns = [part.double() for part in (*parts, *([] if length is None else [length[:, None]]))]
+    there = torch.cat(columns, dim=1)[:num_requests].cpu()
+    num_drafts = proposal.drafts.shape[1]
+    return Proposal(
+        drafts=there[:, :num_drafts].long(),
+        survival=None if survival is None else there[:, num_drafts : 2 * num_drafts].float(),
+        length=None if length is None else there[:, -1].float(),
+    )
+
+
 class DeviceDrafter:
     """See Drafter and LateDrafter.
 
@@ -83,8 +98,7 @@ class DeviceDrafter:
         proposal = self._graphs.run(bucket, lambda: self._run(inputs))
         self._timed.append((num_requests, began, self._marks.mark()))
         if not self._is_late:
-            own = (None if each is None else each[:num_requests] for each in proposal)
-            return drafts_of(Proposal(*own))  # type: ignore[arg-type]
+            return drafts_of(_on_host(proposal, num_requests))
         num_drafts = self.block_size - 1
         self._unknown = [
             Draft([0] * num_drafts, place=index * num_drafts) for index in range(num_requests)

@@ -14,6 +14,7 @@ from adaflash_batch.engine.buckets import MOST_TOKENS, Buckets
 from adaflash_batch.engine.graphs import Capturer, CudaCapturer, Graphs, graph_memory
 from adaflash_batch.engine.marks import Marks, marks_of
 from adaflash_batch.engine.packing import Int32, Packed
+from adaflash_batch.engine.row_rules import choose_rows, is_drawn
 from adaflash_batch.engine.sampling import ChoiceBlock, choose_others
 from adaflash_batch.engine.step_buffers import StepBuffers, StepInputs
 from adaflash_batch.engine.target import Seen, Target
@@ -102,8 +103,11 @@ class DevicePasses:
             outcome = self._run(inputs, keeps=False)
         self._target.show(outcome.seen)
         self._target.num_forward_tokens += len(packed.token_ids)
-        numbers = self._back.send(len(packed.rows))
         logits = outcome.logits[: len(packed.rows)]
+        if any(map(is_drawn, blocks)):
+            chosen = choose_rows(logits, blocks, self._target.upload)
+            self._back.chosen[: len(chosen)].copy_(chosen)
+        numbers = self._back.send(len(packed.rows))
         return _OnItsWay(numbers, logits, blocks, self._marks, began, self._marks.mark())
 
     def _run(self, inputs: StepInputs, *, keeps: bool) -> _Outcome:
@@ -183,13 +187,18 @@ class _OnItsWay:
         self._marks.wait(self._ended)
         choices: list[int] = self._chosen.tolist()
         sound = [choice != UNSOUND for choice in choices]
-        choose_others(self._logits, self._blocks, choices)
+        choose_others(self._logits, self._blocks, choices, _is_left)
         return choices, sound
 
     @property
     def seconds(self) -> float:
         """See Pass."""
         return self._marks.seconds(self._began, self._ended)
+
+
+def _is_left(block: ChoiceBlock) -> bool:
+    """Whether the host must see to it: its logits depend on what the text has so far."""
+    return block.sampling.reshapes_logits
 
 
 def device_capturer(device: torch.device) -> Capturer | None:

@@ -13,8 +13,8 @@ from torch import nn
 from adaflash_batch.engine.attention_call import AttentionCall, LayerShape
 from adaflash_batch.engine.packed_linear import TiledLinear, side_by_side
 from adaflash_batch.kernels.decoder_stack import StackLayer, StackLinear
-from adaflash_batch.kernels.elementwise import add_rms_norm, rms_norm, rotate, silu_mul
 from adaflash_batch.kernels.paged_attention import Attention
+from adaflash_batch.kernels.row_operations import NATIVE, RowOperations
 
 # Layers of transformers that are one and the same network: RMSNorm, attention with rotary halves
 # (and per-head norms in Qwen3), residual, RMSNorm, gated SiLU, residual.
@@ -41,10 +41,11 @@ def _silu_class() -> type[nn.Module]:
 
 
 class FusedLayer(nn.Module):
-    """Computes what the layer it is made from computes, on contiguous CPU tensors."""
+    """Computes what the layer it is made from computes, on contiguous tensors."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, operations: RowOperations = NATIVE) -> None:
         super().__init__()
+        self._rms_norm, self._add_rms_norm, self._silu_mul, self._rotate = operations
         attention, mlp = layer.self_attn, layer.mlp
         self._qkv = side_by_side([attention.q_proj, attention.k_proj, attention.v_proj])
         self._out = side_by_side([attention.o_proj])
@@ -104,10 +105,10 @@ class FusedLayer(nn.Module):
             return hidden_states
         residual = hidden_states[0].contiguous()
         mixed = self._attend(
-            rms_norm(residual, self._norm, self._eps), position_embeddings, adaflash_call
+            self._rms_norm(residual, self._norm, self._eps), position_embeddings, adaflash_call
         )
-        residual, normed = add_rms_norm(mixed, residual, self._mlp_norm, self._eps)
-        residual = residual + self._down(silu_mul(self._gate_up(normed)))
+        residual, normed = self._add_rms_norm(mixed, residual, self._mlp_norm, self._eps)
+        residual = residual + self._down(self._silu_mul(self._gate_up(normed)))
         out: torch.Tensor = residual.unsqueeze(0)
         return out
 
@@ -122,7 +123,7 @@ class FusedLayer(nn.Module):
         qkv = self._qkv(normed)
         cos, sin = (table.view(-1, self._head_dim) for table in position_embeddings)
         heads, kv_heads = self._num_heads, self._num_kv_heads
-        rotated = rotate(qkv, cos, sin, heads, kv_heads, self._head_norms, self._eps)
+        rotated = self._rotate(qkv, cos, sin, heads, kv_heads, self._head_norms, self._eps)
         values = qkv.view(qkv.shape[0], -1, self._head_dim)[:, heads + kv_heads :]
         queries, keys = rotated[:, :heads], rotated[:, heads:]
         kv = call.kv[self._layer]

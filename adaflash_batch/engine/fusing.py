@@ -17,26 +17,36 @@ from torch import nn
 
 from adaflash_batch.engine.fused_layer import FusedLayer, is_known
 from adaflash_batch.engine.packed_linear import can_pack, pack
-from adaflash_batch.kernels.elementwise import is_available, rms_norm, rms_norm_reference
+from adaflash_batch.kernels.elementwise import is_available, rms_norm_reference
+from adaflash_batch.kernels.row_operations import NATIVE, RowOperations, triton_rows
 
 # Projections that transformers' decoders apply to one and the same input.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def fuse(model: nn.Module) -> None:
-    """Replace layers in place. A model on a GPU, or in float32 for its linear layers, stays."""
+def fuse(model: nn.Module, kind: str = "native") -> None:
+    """Replace layers in place; linear layers in float32, or on a GPU, only within whole layers.
+
+    Args:
+        kind: of the kernels that attend; with Triton's the small operations are Triton's, too.
+    """
     parameter = next(model.parameters())
-    if parameter.device.type != "cpu":
-        return
     packs = can_pack(parameter.dtype, parameter.device)
-    if is_available(parameter.dtype, parameter.device):
+    operations = _operations(parameter, kind)
+    if operations is not None:
         for module in list(model.modules()):
-            _fuse_layers(module)
-            _fuse_norms(module)
+            _fuse_layers(module, operations)
+            _fuse_norms(module, operations)
     for module in list(model.modules()):
         if packs:
             _fuse_projections(module)
             _pack_linears(module)
+
+
+def _operations(parameter: nn.Parameter, kind: str) -> RowOperations | None:
+    if kind == "triton":
+        return triton_rows()
+    return NATIVE if is_available(parameter.dtype, parameter.device) else None
 
 
 class _Projections(nn.Module):
@@ -75,20 +85,21 @@ class _Part(nn.Module):
 class _FusedRMSNorm(nn.Module):
     """RMSNorm as one call."""
 
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, operations: RowOperations) -> None:
         super().__init__()
         self.weight = weight
         self._eps = eps
+        self._rms_norm = operations.rms_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x.contiguous(), self.weight, self._eps)
+        return self._rms_norm(x.contiguous(), self.weight, self._eps)
 
 
-def _fuse_layers(module: nn.Module) -> None:
+def _fuse_layers(module: nn.Module, operations: RowOperations) -> None:
     if isinstance(module, nn.ModuleList):
         for index, layer in enumerate(module):
             if is_known(layer):
-                module[index] = FusedLayer(layer)
+                module[index] = FusedLayer(layer, operations)
 
 
 def _fuse_projections(module: nn.Module) -> None:
@@ -112,11 +123,11 @@ def _pack_linears(module: nn.Module) -> None:
             setattr(module, name, pack([child]))
 
 
-def _fuse_norms(module: nn.Module) -> None:
+def _fuse_norms(module: nn.Module, operations: RowOperations) -> None:
     for name, child in module.named_children():
         if type(child).__name__.endswith("RMSNorm") and _is_plain_rms_norm(child):
-            fused = _FusedRMSNorm(child.weight, child.variance_epsilon)  # type: ignore[arg-type]
-            setattr(module, name, fused)
+            weight, eps = child.weight, child.variance_epsilon
+            setattr(module, name, _FusedRMSNorm(weight, eps, operations))  # type: ignore[arg-type]
 
 
 def _is_plain_rms_norm(module: nn.Module) -> bool:
@@ -125,6 +136,6 @@ def _is_plain_rms_norm(module: nn.Module) -> bool:
     if not isinstance(weight, nn.Parameter) or not isinstance(eps, float):
         return False
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, weight.shape[0], generator=generator).to(weight.dtype)
+    x = torch.randn(3, weight.shape[0], generator=generator).to(weight)
     with torch.inference_mode():
         return torch.equal(module(x), rms_norm_reference(x, weight, eps))

@@ -9,7 +9,7 @@ A choice depends on the logits, the row's Sampling, the row's own earlier tokens
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -81,12 +81,20 @@ def choose(logits: torch.Tensor, blocks: Sequence[ChoiceBlock]) -> tuple[list[in
     return choices, sound
 
 
-def choose_others(logits: torch.Tensor, blocks: Sequence[ChoiceBlock], choices: list[int]) -> None:
-    """Put their own choices in place of the likeliest tokens, for blocks that want other ones."""
+def _is_no_argmax(block: ChoiceBlock) -> bool:
+    return not block.sampling.is_greedy or block.sampling.reshapes_logits
+
+
+def choose_others(
+    logits: torch.Tensor,
+    blocks: Sequence[ChoiceBlock],
+    choices: list[int],
+    wants_another: Callable[[ChoiceBlock], bool] = _is_no_argmax,
+) -> None:
+    """Put their own choices in place of those that are there, for blocks that want other ones."""
     row = 0
     for block in blocks:
-        sampling = block.sampling
-        if not sampling.is_greedy or sampling.reshapes_logits:
+        if wants_another(block):
             rows = slice(row, row + block.num_rows)
             choices[rows] = _choose_block(logits[rows].float(), block)
         row += block.num_rows

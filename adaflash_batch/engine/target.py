@@ -26,6 +26,7 @@ from adaflash_batch.engine.probing import (
     probe_shapes,
     refuse_encoder,
 )
+from adaflash_batch.engine.row_linear import make_rows_independent
 from adaflash_batch.engine.stack import StackedModel
 from adaflash_batch.engine.upload import Upload, upload_to
 from adaflash_batch.errors import ConfigError
@@ -146,24 +147,31 @@ class Target:
         dtype: torch.dtype | None,
         trust_remote_code: bool = False,
         device: torch.device | None = None,
+        deterministic: bool = False,
     ) -> Target:
         """Load safetensors from a folder; `dtype` None takes the checkpoint's own.
 
         Args:
             device: where it runs; None is the CPU.
+            deterministic: see `of`.
 
         Raises:
             ConfigError: the model cannot run here; the message has its name and the reason.
         """
         model = load_model(folder, name, dtype, trust_remote_code)
-        return Target.of(model if device is None else model.to(device), name)
+        placed = model if device is None else model.to(device)
+        return Target.of(placed, name, deterministic=deterministic)
 
     @staticmethod
-    def of(model: Any, name: str, kernels: KernelKind = "auto") -> Target:
+    def of(
+        model: Any, name: str, kernels: KernelKind = "auto", *, deterministic: bool = False
+    ) -> Target:
         """Take a transformers model that is in memory; it is changed to paged attention.
 
         Args:
             kernels: that attend; `auto` takes the fastest.
+            deterministic: with Triton's kernels, whether a token's numbers never depend on the
+                other tokens of its pass; else a library's matrix product may round them otherwise.
 
         Raises:
             ConfigError: as `load`.
@@ -174,8 +182,11 @@ class Target:
             refuse_encoder(model)
             expected = native_logits(model)
             model.set_attn_implementation(ATTENTION_NAME)
-            fuse(model)
-            target = Target(model, name, attention_kernels(kernels, model.device))
+            forms = attention_kernels(kernels, model.device)
+            fuse(model, forms.kind)
+            if deterministic and forms.kind == "triton":
+                make_rows_independent(model, model.config.get_text_config().num_hidden_layers)
+            target = Target(model, name, forms)
             target._check(expected)
         except _PROBE_ERRORS as error:
             raise ConfigError(

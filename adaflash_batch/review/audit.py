@@ -164,6 +164,7 @@ class _Redo:
             dtype=spec.model.dtype,
             trust_remote_code=spec.model.trust_remote_code,
             device=spec.engine.device,
+            deterministic=spec.engine.deterministic,
             concurrency=1,
             token_budget=spec.engine.token_budget,
             context=spec.engine.context,

@@ -14,7 +14,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from adaflash_batch import model_files
-from adaflash_batch.adapt.losses import Head, LossKind, Objective
+from adaflash_batch.adapt.losses import Head, Objective
 from adaflash_batch.adapt.new_drafter import frequent_tokens
 from adaflash_batch.adapt.optimise import DrafterTrainer
 from adaflash_batch.adapt.optimiser import OptimiserKind
@@ -26,6 +26,7 @@ from adaflash_batch.drafter import checkpoint
 from adaflash_batch.drafter.vocabulary import VOCABULARY, load_vocabulary
 from adaflash_batch.durable import locked, write_whole
 from adaflash_batch.errors import ConfigError
+from adaflash_batch.kernels.opd_loss import LossKind
 from adaflash_batch.training.card import card, results
 from adaflash_batch.training.claims import StoreSettings, claim, is_made_from
 from adaflash_batch.training.parts import new_net

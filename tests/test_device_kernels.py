@@ -1,0 +1,65 @@
+"""The whole engine with interpreted kernels writes the texts of the path of the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from drafters import DFLASH, net_of
+from tiny import as_requests, decode, texts, tiny_model
+
+from adaflash_batch.engine.drafting import BlockDrafter
+from adaflash_batch.engine.row_linear import RowLinear
+from adaflash_batch.engine.target import Target
+from adaflash_batch.errors import ConfigError
+from adaflash_batch.request import Request, Sampling
+
+# Padding is computed with whatever memory holds; numpy, which interprets, says so.
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
+
+ENDS = frozenset([2])
+SAMPLED = Sampling(max_new_tokens=3, temperature=0.8, top_p=0.9, seed=7)
+
+
+def some_requests() -> list[Request]:
+    return as_requests([[5, 6, 7] * 12, [8]], [Sampling(max_new_tokens=4), SAMPLED])
+
+
+def few_requests() -> list[Request]:
+    return as_requests([[5, 6, 7], [8]], Sampling(max_new_tokens=3))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_interpreted_kernels_write_the_same_texts(architecture: str) -> None:
+    host = Target.of(tiny_model(architecture), architecture)
+    expected = texts(decode(host, some_requests(), ends=ENDS))
+    device = Target.of(tiny_model(architecture), architecture, kernels="triton")
+    assert device.kernels.kind == "triton"
+    assert texts(decode(device, some_requests(), ends=ENDS, max_running=2)) == expected
+
+
+def test_a_drafter_with_interpreted_kernels_changes_no_text(llama: Target) -> None:
+    expected = texts(decode(llama, few_requests(), ends=ENDS))
+    target = Target.of(tiny_model("llama"), "llama", kernels="triton")
+    net = net_of(DFLASH, 0)
+    drafter = BlockDrafter(net, target, 16384 // 32)
+    assert texts(decode(target, few_requests(), ends=ENDS, drafter=drafter)) == expected
+
+
+def test_the_deterministic_mode_makes_a_token_independent_of_its_pass(llama: Target) -> None:
+    target = Target.of(tiny_model("llama"), "llama", kernels="triton", deterministic=True)
+    products = [m for m in target._model.modules() if isinstance(m, RowLinear)]
+    assert len(products) == 4 * target.num_layers + 1
+    x = torch.randn(70, 32, generator=torch.Generator().manual_seed(0))
+    whole = target.head(x)
+    for rows in (1, 65):
+        assert torch.equal(target.head(x[:rows]), whole[:rows])
+    done = texts(decode(target, few_requests(), ends=ENDS))
+    assert done == texts(decode(llama, few_requests(), ends=ENDS))
+
+
+def test_models_that_it_does_not_know_are_refused() -> None:
+    with pytest.raises(ConfigError, match="deterministic mode knows"):
+        Target.of(tiny_model("gemma2"), "gemma2", kernels="triton", deterministic=True)
