@@ -135,6 +135,7 @@ def test_a_row_depends_on_its_request_alone(dtype: torch.dtype, window: int) -> 
         at_once = paged_attention(whole.device, whole.kv, whole.q, whole.k, whole.v, how)
         crowded = paged_attention(crowd.device, crowd.kv, crowd.q, crowd.k, crowd.v, how)
         assert torch.equal(crowded[begin : begin + 7], at_once)
+        assert torch.equal(attend(whole.device, whole.kv, whole.q, how, walks=True), at_once)
         for row in range(7):
             step = dataclasses.replace(
                 whole.device,
