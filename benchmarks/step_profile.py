@@ -47,15 +47,8 @@ _PACKAGE = "adaflash_batch"
 Parts = dict[str, list[tuple[str, str | None, str]]]
 # Where each part's time is taken: module, class or none, function.
 _STEP_PARTS: Parts = {
-    "attention": [("engine.fused_layer", None, "paged_attention")],
-    "matrix products": [("engine.packed_linear", "PackedLinear", "forward")],
-    "norms, rotation, SiLU": [
-        ("engine.fused_layer", None, name)
-        for name in ("rms_norm", "add_rms_norm", "rotate", "silu_mul")
-    ],
-    "layers between": [("engine.fused_layer", "FusedLayer", "forward")],
     "model around layers": [("engine.target", "Target", "forward")],
-    "choosing tokens": [("engine.decoder", None, "choose")],
+    "choosing tokens": [("engine.passes", None, "choose")],
     "drafter": [("engine.drafting", "BlockDrafter", "draft")],
     "drafter's context": [
         ("engine.drafting", "BlockDrafter", "absorb"),
@@ -71,7 +64,7 @@ _STEP_PARTS: Parts = {
         ("engine.scheduler", "Scheduler", name)
         for name in ("plan_decoding", "plan_prefill", "prefill_ahead")
     ],
-    "packing": [("engine.decoder", "Decoder", "_pack")],
+    "packing": [("engine.decoder", None, "pack_items")],
     "committing": [("engine.decoder", "Decoder", "_commit")],
 }
 _JOB_PARTS: Parts = {
@@ -172,6 +165,7 @@ def profiled(engine: Any, command: dict[str, Any], now: Callable[[], float]) -> 
     def taken(self: Decoder) -> Any:
         prefilled, passed = self.num_prefilled, self.target.num_forward_tokens
         running, before = self.num_running, Counter(clock.seconds)
+        layers = Counter(self.target.layer_seconds)
         began = now()
         completions = step(self)
         seconds = now() - began
@@ -179,7 +173,10 @@ def profiled(engine: Any, command: dict[str, Any], now: Callable[[], float]) -> 
             found.number += 1
             found.seconds += seconds
             found.tokens += self.target.num_forward_tokens - passed
+            within = Counter(self.target.layer_seconds) - layers
             found.parts.update(clock.seconds - before)
+            found.parts.update(within)
+            found.parts["model around layers"] -= sum(within.values())
         return completions
 
     with head_apart(clock, engine.target), taken_apart(clock, _STEP_PARTS):

@@ -2,6 +2,8 @@
  *
  * Between two matrix products of a small batch there is less work than a call from Python takes.
  */
+#include <time.h>
+
 #include "paged_attention.c"
 #include "elementwise.c"
 #include "tiled_linear.h"
@@ -57,26 +59,48 @@ static void add(const element *restrict x, const element *restrict y, element *r
     for (int64_t i = 0; i < count; i++) sum[i] = narrow(widen(x[i]) + widen(y[i]));
 }
 
-/* `x`, [token][hidden], goes in and comes out. Returns 0, or 1 when memory ran out. */
+enum { PRODUCTS, ATTENTION, BETWEEN }; /* what seconds are counted for */
+
+/* Adds the seconds since the last call to a part's. */
+static void spent(double *seconds, int part, double *since) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    const double at = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+    seconds[part] += at - *since;
+    *since = at;
+}
+
+/* `x`, [token][hidden], goes in and comes out; `seconds` are added to. Returns 0, or 1 when memory ran out. */
 int32_t decoder_stack(const Step *step, const StackLayer *layers, const Shape *shape, element *x,
-                      const element *cos, const element *sin, element *memory) {
+                      const element *cos, const element *sin, element *memory, double *seconds) {
+    double since = 0.0, nothing[1] = {0.0};
+    spent(nothing, 0, &since);
     const int64_t tokens = shape->tokens, hidden = shape->hidden;
     const Scratch at = divide(memory, layers, shape);
     rms_norm(x, layers->norm, at.normed, tokens, hidden, layers->eps);
+    spent(seconds, BETWEEN, &since);
     for (int64_t l = 0; l < shape->num_layers; l++) {
         const StackLayer *layer = layers + l;
         linear_rows(&layer->qkv, at.normed, at.qkv, tokens);
+        spent(seconds, PRODUCTS, &since);
         if (attend(step, layer, shape, &at, cos, sin) != 0) return 1;
+        spent(seconds, ATTENTION, &since);
         linear_rows(&layer->out, at.mixed, at.projected, tokens);
+        spent(seconds, PRODUCTS, &since);
         add_rms_norm(at.projected, x, layer->mlp_norm, at.other, at.normed, tokens, hidden, layer->eps);
+        spent(seconds, BETWEEN, &since);
         linear_rows(&layer->gate_up, at.normed, at.gate_up, tokens);
+        spent(seconds, PRODUCTS, &since);
         silu_mul(at.gate_up, at.gated, tokens, layer->down.inputs);
+        spent(seconds, BETWEEN, &since);
         linear_rows(&layer->down, at.gated, at.projected, tokens);
+        spent(seconds, PRODUCTS, &since);
         if (l + 1 < shape->num_layers)
             add_rms_norm(at.projected, at.other, layer[1].norm, x, at.normed, tokens, hidden, layer[1].eps);
         else
             add(at.projected, at.other, x, tokens * hidden);
         if (layer->tap) memcpy(layer->tap, x, sizeof(element) * tokens * hidden);
+        spent(seconds, BETWEEN, &since);
     }
     return 0;
 }

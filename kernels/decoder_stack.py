@@ -20,6 +20,9 @@ from adaflash_batch.kernels.native import NativeUnavailable
 from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.kernels.paged_attention import KVLayer, PackedStep
 
+# In the order of the C file.
+_TIMED = ("matrix products", "attention", "norms, SiLU")
+
 
 class _CLinear(ctypes.Structure):
     """The C struct `Linear`."""
@@ -136,6 +139,12 @@ class DecoderStack:
         self._memory = torch.empty(0, dtype=torch.bfloat16)
         self._run = _load(head_dim)
         self._pages: list[KVLayer] = []
+        self._seconds = (ctypes.c_double * len(_TIMED))()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """That all calls together spent, by part."""
+        return dict(zip(_TIMED, self._seconds, strict=True))
 
     def forward(
         self,
@@ -168,6 +177,7 @@ class DecoderStack:
             self._structs,
             ctypes.byref(self._shape),
             *map(_at, (x, cos, sin, self._memory)),
+            self._seconds,
         )
         if failed:
             raise MemoryError("decoder_stack: out of memory")
@@ -189,6 +199,6 @@ def _at(tensor: torch.Tensor | None) -> int | None:
 def _load(head_dim: int) -> ctypes._NamedFuncPointer:
     defines = ("-DELEMENT=1", f"-DHEAD_DIM={head_dim}", f"-DPAGE={PAGE}")
     function = native.load("decoder_stack.c", *defines).decoder_stack
-    function.argtypes = [ctypes.c_void_p] * 7
+    function.argtypes = [ctypes.c_void_p] * 8
     function.restype = ctypes.c_int32
     return function

@@ -82,6 +82,17 @@ class PackedStep:
             table_stride=self.table.shape[1],
         )
 
+    def filled(self, num_tokens: int, missing: int, page: int) -> PackedStep:
+        """The step of so many tokens with the missing ones behind them, on a page of nobody."""
+        table = np.zeros((len(self.table) + 1, self.table.shape[1]), dtype=np.int32)
+        table[:-1], table[-1, 0] = self.table, page
+        return PackedStep(
+            np.append(self.start, num_tokens).astype(np.int32),
+            np.append(self.length, missing).astype(np.int32),
+            np.append(self.context, 0).astype(np.int32),
+            table,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayer:

@@ -50,6 +50,11 @@ class StackedModel:
             return None
         return StackedModel(model, DecoderStack([part for part in parts if part], *shape))
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """See DecoderStack."""
+        return self._stack.seconds
+
     def forward(
         self,
         token_ids: torch.Tensor,

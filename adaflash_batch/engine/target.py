@@ -232,6 +232,11 @@ class Target:
         return [m for m in self._model.modules() if isinstance(m, PackedLinear)]
 
     @property
+    def layer_seconds(self) -> dict[str, float]:
+        """That all forwards spent within the layers, by part; empty where that is not known."""
+        return {} if self._stacked is None else self._stacked.seconds
+
+    @property
     def num_watched(self) -> int:
         """Places whose states are kept; a graph made before one was added does not keep it."""
         return len(self._tapped) + self._head_is_tapped
@@ -297,7 +302,7 @@ class Target:
         if num_tokens < self._least_tokens:
             missing = self._least_tokens - num_tokens
             token_ids, positions = (F.pad(each, (0, missing)) for each in (token_ids, positions))
-            step = _filled(step, num_tokens, missing, len(kv[0].k_pages) - 1)
+            step = step.filled(num_tokens, missing, len(kv[0].k_pages) - 1)
         if not self.kernels.takes_device_step:
             return self.run(token_ids, positions, step, kv, rows)
         ids, places, chosen = (each.to(self.device) for each in (token_ids, positions, rows))
@@ -380,18 +385,6 @@ class Target:
                 "with paged attention it computes something else than on its own "
                 "(it keeps more than keys and values, or masks in a way of its own)"
             )
-
-
-def _filled(step: PackedStep, num_tokens: int, missing: int, page: int) -> PackedStep:
-    """The step with so many tokens behind its own, on a page of nobody."""
-    table = np.zeros((len(step.table) + 1, step.table.shape[1]), dtype=np.int32)
-    table[:-1], table[-1, 0] = step.table, page
-    return PackedStep(
-        np.append(step.start, num_tokens).astype(np.int32),
-        np.append(step.length, missing).astype(np.int32),
-        np.append(step.context, 0).astype(np.int32),
-        table,
-    )
 
 
 assert PAGE >= PROBE_TOKENS, "the probe uses one page"
