@@ -180,7 +180,7 @@ class SamplingSection(BaseModel):
     seed: int | None = None
     """With row, sample and position, the key of every random choice."""
     n: int | None = None
-    """Completions per prompt."""
+    """Completions per prompt, at most 10,000."""
     logit_bias: LogitBias | None = None
     """Token id -> amount added to its logit."""
 
