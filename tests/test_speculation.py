@@ -238,6 +238,25 @@ def test_hindsight_tells_what_a_full_verification_accepts(
         assert outcome.known == min(len(guess), len(text))
 
 
+def test_a_price_of_drafts_that_a_busier_machine_left_is_not_believed(llama: Target) -> None:
+    """At that price none would be made, so nothing would ever show that it is wrong."""
+    decoder = Decoder(
+        llama,
+        drafter=lambda num_pages: ScriptedDrafter(lambda key, position: [1, 1, 1, 1]),
+        clock=Machine(llama),
+        kv_tokens=4096,
+        max_running=4,
+    )
+    decoder.profile()
+    before, known = float(decoder.cost.draft(1)), float(decoder.cost.target(4, 4, 128))
+    for _ in range(30):
+        decoder.cost.observe_draft(1, 1000.0)
+    assert float(decoder.cost.draft(1)) > 500.0
+    decoder.profile()
+    assert float(decoder.cost.draft(1)) == pytest.approx(before, rel=0.5, abs=1e-3)
+    assert float(decoder.cost.target(4, 4, 128)) == pytest.approx(known, rel=0.5)
+
+
 def test_profiling_leaves_texts_alone_and_knows_the_costs(llama: Target) -> None:
     requests = as_requests(random_prompts(4), Sampling(max_new_tokens=20))
     plain = texts(decode(llama, requests))

@@ -202,7 +202,7 @@ def _learn_costs(plan: DecoderPlan, decoder: Decoder, notify: Callable[[str], No
             notify(f"{path} is not used: {damage}")
     if not decoder.cost.is_known:
         notify("measuring what steps take on this machine, once for this model")
-        decoder.profile()
+    decoder.profile()
     return path
 
 

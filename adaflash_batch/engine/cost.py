@@ -98,6 +98,10 @@ class StepCost:
         if requests >= 1 and _is_time(seconds):
             self._add(self._curves["draft"], requests, (), seconds)
 
+    def forget_drafts(self) -> None:
+        """What drafting takes is to be learnt anew."""
+        self._curves["draft"] = CostCurve(_WORKS["draft"])
+
     def observe_rest(self, requests: int, seconds: float) -> None:
         """Take in what else a step of so many requests took."""
         if requests >= 1 and _is_time(seconds):

@@ -31,7 +31,7 @@ from adaflash_batch.engine.placing import place
 from adaflash_batch.engine.policy import NOTHING, WHOLE_BLOCKS, Chosen, Policy
 from adaflash_batch.engine.prefixes import page_keys
 from adaflash_batch.engine.pricing import Load, load_without_drafts
-from adaflash_batch.engine.profile import profile
+from adaflash_batch.engine.profile import profile, profile_drafts
 from adaflash_batch.engine.sampling import TokenHistory
 from adaflash_batch.engine.scheduler import Scheduled, Scheduler
 from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
@@ -152,19 +152,16 @@ class Decoder:
         )
 
     def profile(self) -> None:
-        """Measure what steps take, before the first request."""
+        """Measure what steps take, before the first request; of known ones only what drafts do."""
         assert not self._entries, "requests are on their way already"
         self._scheduler.prefixes.clear()  # a page is written to
-        most = self._max_running * (self.speculator.most + 1)
-        profile(
-            self.cost,
-            self._target,
-            self._passes,
-            self._drafter,
-            most_tokens=min(most, self._token_budget),
-            most_requests=self._max_running,
-            clock=self._clock,
-        )
+        parts = (self.cost, self._target, self._passes, self._drafter)
+        requests, clock = self._max_running, self._clock
+        if self.cost.is_known:
+            profile_drafts(*parts, most_requests=requests, clock=clock)
+            return
+        most = min(requests * (self.speculator.most + 1), self._token_budget)
+        profile(*parts, most_tokens=most, most_requests=requests, clock=clock)
 
     def follow(self, newest: Callable[[], DrafterWeights | None]) -> None:
         """From now on draft with the weights that `newest` gives, where it gives some.

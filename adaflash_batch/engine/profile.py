@@ -28,6 +28,7 @@ _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512,
 # Larger passes are made once, smaller ones until chance is gone from the median.
 _REPEATS, _MANY_TOKENS = 3, 64
 _MOST_SECONDS = 2.5
+_PACE_PASSES, _FEW = 16, 8
 _PROMPT_SHARE = 64  # a prompt's piece wants logits of one token in so many
 
 
@@ -58,6 +59,41 @@ def profile(
         if clock() - began > _MOST_SECONDS:
             break
     target.num_forward_tokens = num_tokens
+    _profile_drafts(cost, drafter, most_requests, clock)
+
+
+@torch.inference_mode()
+def profile_drafts(
+    cost: StepCost,
+    target: Target,
+    passes: Passes,
+    drafter: Drafter | None,
+    *,
+    most_requests: int,
+    clock: Callable[[], float],
+) -> None:
+    """Measure anew what drafts take beside what is known of the target's passes.
+
+    A price of drafts that was found on a busier machine would never be found wrong: at that price
+    none are made. See `profile` for the arguments.
+    """
+    if drafter is None:
+        return
+    num_tokens, began = target.num_forward_tokens, clock()
+    _pass(passes, 1, 1)
+    for turn in range(_PACE_PASSES):  # how busy the machine is at present
+        size = 1 if turn % 2 else min(most_requests, _FEW)
+        cost.observe_target(size, size, size * PAGE, _pass(passes, size, size))
+        if clock() - began > _MOST_SECONDS / 4:
+            break
+    target.num_forward_tokens = num_tokens
+    cost.forget_drafts()
+    _profile_drafts(cost, drafter, most_requests, clock)
+
+
+def _profile_drafts(
+    cost: StepCost, drafter: Drafter | None, most_requests: int, clock: Callable[[], float]
+) -> None:
     if drafter is None:
         return
     drafter.draft(_batch(1))
@@ -136,6 +172,7 @@ def about(target: Target, drafter: str) -> str:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "attention": target.attention_note() or "fast",
+        "products": sorted({type(each).__name__ for each in target.packed_linears()}),
         "dtype": str(target.dtype),
         "target": [target.name, target.num_layers, target.hidden_size, target.vocab_size],
         "drafter": drafter,
