@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from adaflash_batch.kernels.sampling import sample, uniform
@@ -24,6 +25,9 @@ GOES_ON, STOP, LENGTH, UNSOUND = 0, 1, 2, 3
 
 NUM_FLOATS, NUM_INTEGERS, NUM_COUNTS = 4, 6, 4
 _NO_TOKEN = -1
+
+POSITION = 4
+"""Column of Rules.integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +63,16 @@ class Choosing(NamedTuple):
 def rules_of(requests: Sequence[Choosing], num_ends: int | None = None) -> Rules:
     """On the host; with so many ends, where it must always be the same number."""
     most = max((len(each.ends) for each in requests), default=0) if num_ends is None else num_ends
-    floats = torch.zeros(len(requests), NUM_FLOATS, dtype=torch.float64)
-    integers = torch.full((len(requests), NUM_INTEGERS + most), _NO_TOKEN, dtype=torch.int64)
+    floats = np.zeros((len(requests), NUM_FLOATS))
+    integers = np.full((len(requests), NUM_INTEGERS + most), _NO_TOKEN, dtype=np.int64)
+    # As the host's filter takes it: the logarithm of a float32.
+    min_p = torch.tensor([each.sampling.min_p for each in requests], dtype=torch.float32)
     for row, (sampling, (identity, index), position, room, ends) in enumerate(requests):
         words = (sampling.top_k, _signed(sampling.seed), _signed(identity), index, position, room)
-        integers[row, : NUM_INTEGERS + len(ends)] = torch.tensor([*words, *sorted(ends)])
-        # As the host's filter takes it: the logarithm of a float32.
-        log_min_p = float(torch.tensor(sampling.min_p, dtype=torch.float32).log())
-        filters = (sampling.temperature, sampling.top_p, sampling.min_p, log_min_p)
-        floats[row] = torch.tensor(filters, dtype=torch.float64)
-    return Rules(floats, integers)
+        integers[row, : NUM_INTEGERS + len(ends)] = [*words, *sorted(ends)]
+        floats[row, :3] = sampling.temperature, sampling.top_p, sampling.min_p
+    floats[:, 3] = min_p.log().numpy()
+    return Rules(torch.from_numpy(floats), torch.from_numpy(integers))
 
 
 def _signed(word: int) -> int:

@@ -13,7 +13,10 @@ import torch
 from adaflash_batch.engine.packing import Int32
 from adaflash_batch.engine.sampling import ChoiceBlock
 from adaflash_batch.engine.upload import Upload
-from adaflash_batch.kernels.accept import NUM_FLOATS, NUM_INTEGERS, Rows, Rules, accept
+from adaflash_batch.kernels.accept import POSITION, Choosing, Rows, Rules, accept, rules_of
+from adaflash_batch.request import Sampling
+
+_ARGMAX = Sampling(temperature=0.0)
 
 
 def is_drawn(block: ChoiceBlock) -> bool:
@@ -30,11 +33,11 @@ def choose_rows(
     """
     counts = [block.num_rows for block in blocks]
     num_rows = sum(counts)
-    floats = np.repeat(np.array([_floats(block) for block in blocks]), counts, axis=0)
-    integers = np.repeat(
-        np.array([_integers(block) for block in blocks], dtype=np.int64), counts, axis=0
+    rules = rules_of(list(map(_choosing, blocks)))
+    floats, integers = (
+        np.repeat(each.numpy(), counts, axis=0) for each in (rules.floats, rules.integers)
     )
-    integers[:, 4] += np.concatenate([np.arange(count) for count in counts])
+    integers[:, POSITION] += np.concatenate([np.arange(count) for count in counts])
     each: Int32 = np.arange(num_rows, dtype=np.int32)
     rows = Rows(
         first=upload(each),
@@ -46,25 +49,7 @@ def choose_rows(
     return accept(logits, rows, Rules(upload(floats), upload(integers))).last
 
 
-def _floats(block: ChoiceBlock) -> list[float]:
-    """A row of Rules.floats; zeros are the argmax."""
-    if not is_drawn(block):
-        return [0.0] * NUM_FLOATS
-    sampling = block.sampling
-    with np.errstate(divide="ignore"):
-        log_min_p = float(np.log(np.float32(sampling.min_p)))
-    return [sampling.temperature, sampling.top_p, sampling.min_p, log_min_p]
-
-
-def _integers(block: ChoiceBlock) -> list[int]:
-    """A row of Rules.integers, of the block's first row; there is room for one token."""
-    identity, index = block.key
-    sampling = block.sampling
-    words = [sampling.top_k, _signed(sampling.seed), _signed(identity), index, block.position, 1]
-    assert len(words) == NUM_INTEGERS
-    return words
-
-
-def _signed(word: int) -> int:
-    """The int64 of the same 64 bits."""
-    return (word + 2**63) % 2**64 - 2**63
+def _choosing(block: ChoiceBlock) -> Choosing:
+    """Its first row; there is room for one token."""
+    sampling = block.sampling if is_drawn(block) else _ARGMAX
+    return Choosing(sampling, block.key, block.position, room=1)
