@@ -48,6 +48,8 @@ class DevicePasses:
     Attributes:
         drafted: int32 [M], where a drafter leaves what the host is to know with the choices.
         graphs: kept passes.
+        marks: of the device.
+        capturer: a drafter's graphs share its memory.
     """
 
     runs_ahead = True
@@ -71,21 +73,11 @@ class DevicePasses:
         largest = self._buckets.largest(token_budget)
         self._buffers = StepBuffers(self._device, largest)
         self.graphs: Graphs[_Outcome] = Graphs(capturer, max_bytes=graph_memory(self._device))
-        self._marks = marks_of(self._device, clock)
+        self.marks: Marks = marks_of(self._device, clock)
         self._back = _WayBack(self._device, num_drafted, largest.num_rows)
         self.drafted = self._back.drafted
         self._logits: torch.Tensor | None = None
-        self._capturer = capturer
-
-    @property
-    def marks(self) -> Marks:
-        """Of the device."""
-        return self._marks
-
-    @property
-    def capturer(self) -> Capturer | None:
-        """That makes its graphs; a drafter's share its memory."""
-        return self._capturer
+        self.capturer = capturer
 
     def begin(
         self, packed: Packed, table: Int32, blocks: Sequence[ChoiceBlock], sources: Int32
@@ -94,7 +86,7 @@ class DevicePasses:
         bucket, comes_again = self._buckets.of(packed, table)
         has_room = self._buffers.holds(bucket)
         buffers = self._buffers if has_room else StepBuffers(self._device, bucket)
-        began = self._marks.mark()
+        began = self.marks.mark()
         inputs = buffers.fill(bucket, packed, table, sources)
         if comes_again and has_room:
             key = (bucket, self._target.num_watched)
@@ -108,7 +100,7 @@ class DevicePasses:
             chosen = choose_rows(logits, blocks, self._target.upload)
             self._back.chosen[: len(chosen)].copy_(chosen)
         numbers = self._back.send(len(packed.rows))
-        return _OnItsWay(numbers, logits, blocks, self._marks, began, self._marks.mark())
+        return _OnItsWay(numbers, logits, blocks, self.marks, began, self.marks.mark())
 
     def _run(self, inputs: StepInputs, *, keeps: bool) -> _Outcome:
         """The pass and the likeliest tokens; `keeps` the logits where all graphs may write."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -69,7 +70,7 @@ def some_outputs(layer: nn.Module, outputs: torch.Tensor) -> nn.Module | None:
     return side_by_side([some])
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(nn.Module, ABC):
     """Linear layers side by side, weights laid out for the processor.
 
     Attributes:
@@ -84,13 +85,13 @@ class PackedLinear(nn.Module):
         self.out_features = sum(linear.out_features for linear in linears)
         self.bias = _biases(linears) if linears[0].bias is not None else None
 
+    @abstractmethod
     def unpacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(weight [out, in], bias [out]) as they were given."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[.., in] to [.., sum of outs]."""
-        raise NotImplementedError
 
 
 class TiledLinear(PackedLinear):

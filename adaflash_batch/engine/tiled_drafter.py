@@ -44,6 +44,7 @@ class TiledDrafter:
         ]
         projection = net.input_projection
         self._projection = None if projection is None else self._linear(projection.proj)
+        self._ones = torch.ones_like(net.norm.weight)
 
     @staticmethod
     def of(net: DFlash, kv: list[KVLayer]) -> TiledDrafter | None:
@@ -110,8 +111,7 @@ class TiledDrafter:
         if projection is None or states is None or self._projection is None:
             return embeddings.clone()
         rows = embeddings.view(len(states), -1, embeddings.shape[-1])
-        ones = torch.ones_like(projection.norm.weight)
-        anchors = rms_norm(rows[:, 0].contiguous(), ones, eps)
+        anchors = rms_norm(rows[:, 0].contiguous(), self._ones, eps)
         states = rms_norm(states.contiguous(), projection.norm.weight, eps)
         added = _product(torch.cat((states, anchors), dim=-1), self._projection)
         return (rows + added.unsqueeze(1)).flatten(0, 1)
