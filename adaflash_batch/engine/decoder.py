@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from adaflash_batch.engine.accept import emitted_tokens
@@ -24,24 +23,23 @@ from adaflash_batch.engine.in_flight import (
 from adaflash_batch.engine.keeping import Keeping
 from adaflash_batch.engine.late_context import LateContext
 from adaflash_batch.engine.lookup import Lookup
-from adaflash_batch.engine.packing import Int32, Packed, PageTable
+from adaflash_batch.engine.packing import Packed, PageTable
 from adaflash_batch.engine.pages import PagePool
 from adaflash_batch.engine.passes import Pass
 from adaflash_batch.engine.placing import place
 from adaflash_batch.engine.policy import NOTHING, WHOLE_BLOCKS, Chosen, Policy
 from adaflash_batch.engine.prefixes import page_keys
 from adaflash_batch.engine.pricing import Load, load_without_drafts
-from adaflash_batch.engine.profile import profile, profile_drafts
+from adaflash_batch.engine.profile import profile
 from adaflash_batch.engine.sampling import TokenHistory
 from adaflash_batch.engine.scheduler import Scheduled, Scheduler
 from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
 from adaflash_batch.engine.speculation import Speculator, reserved_tokens
+from adaflash_batch.engine.step_buffers import ALL_KNOWN
 from adaflash_batch.engine.target import Target
 from adaflash_batch.exchange import DrafterWeights, Trajectory
 from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.request import Completion, FinishReason, Request, RowError
-
-_ALL_KNOWN: Int32 = np.empty(0, dtype=np.int32)
 
 
 class Decoder:
@@ -152,16 +150,19 @@ class Decoder:
         )
 
     def profile(self) -> None:
-        """Measure what steps take, before the first request; of known ones only what drafts do."""
+        """Measure what steps take, before the first request."""
         assert not self._entries, "requests are on their way already"
         self._scheduler.prefixes.clear()  # a page is written to
-        parts = (self.cost, self._target, self._passes, self._drafter)
-        requests, clock = self._max_running, self._clock
-        if self.cost.is_known:
-            profile_drafts(*parts, most_requests=requests, clock=clock)
-            return
-        most = min(requests * (self.speculator.most + 1), self._token_budget)
-        profile(*parts, most_tokens=most, most_requests=requests, clock=clock)
+        most = self._max_running * (self.speculator.most + 1)
+        profile(
+            self.cost,
+            self._target,
+            self._passes,
+            self._drafter,
+            most_tokens=min(most, self._token_budget),
+            most_requests=self._max_running,
+            clock=self._clock,
+        )
 
     def follow(self, newest: Callable[[], DrafterWeights | None]) -> None:
         """From now on draft with the weights that `newest` gives, where it gives some.
@@ -328,7 +329,7 @@ class Decoder:
         """One target forward; the target's choice behind every anchor and draft."""
         table = self._table.rows([item.scheduled.sequence for item in items])
         blocks = [item.choice_block(self.end_token_ids) for item in items if item.num_choices]
-        sources = _ALL_KNOWN if self._late_drafter is None else sources_of(items, packed)
+        sources = ALL_KNOWN if self._late_drafter is None else sources_of(items, packed)
         return self._passes.begin(packed, table, blocks, sources)
 
     def _commit(self, items: list[Item], choices: list[int], sound: list[bool]) -> list[int]:

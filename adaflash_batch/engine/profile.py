@@ -43,7 +43,11 @@ def profile(
     most_requests: int,
     clock: Callable[[], float],
 ) -> None:
-    """Time passes of growing size and let `cost` observe them.
+    """Time passes of growing size and let `cost` observe them, then the drafter's.
+
+    Where the target's passes are known, only a few of them tell how busy the machine is at present.
+    Drafts are measured anew every time: a price that was found on a busier machine would never be
+    found wrong, since at that price none are made.
 
     Args:
         passes: with KV memory of one page or more that no request uses.
@@ -51,51 +55,27 @@ def profile(
         most_requests: at once.
         clock: seconds.
     """
+    sizes, most_seconds = _passes(most_tokens), _MOST_SECONDS
+    if cost.is_known:
+        if drafter is None:
+            return
+        sizes, most_seconds = _few_passes(most_requests), _MOST_SECONDS / 4
     num_tokens, began = target.num_forward_tokens, clock()
     _pass(passes, 1, 1)  # what is set up at first use is no step's cost
-    for size, num_rows in _passes(most_tokens):
+    for size, num_rows in sizes:
         began += _warm_up(passes, size, num_rows, clock)
         cost.observe_target(size, num_rows, size * PAGE, _pass(passes, size, num_rows))
-        if clock() - began > _MOST_SECONDS:
+        if clock() - began > most_seconds:
             break
     target.num_forward_tokens = num_tokens
-    _profile_drafts(cost, drafter, most_requests, clock)
-
-
-@torch.inference_mode()
-def profile_drafts(
-    cost: StepCost,
-    target: Target,
-    passes: Passes,
-    drafter: Drafter | None,
-    *,
-    most_requests: int,
-    clock: Callable[[], float],
-) -> None:
-    """Measure anew what drafts take beside what is known of the target's passes.
-
-    A price of drafts that was found on a busier machine would never be found wrong: at that price
-    none are made. See `profile` for the arguments.
-    """
-    if drafter is None:
-        return
-    num_tokens, began = target.num_forward_tokens, clock()
-    _pass(passes, 1, 1)
-    for turn in range(_PACE_PASSES):  # how busy the machine is at present
-        size = 1 if turn % 2 else min(most_requests, _FEW)
-        cost.observe_target(size, size, size * PAGE, _pass(passes, size, size))
-        if clock() - began > _MOST_SECONDS / 4:
-            break
-    target.num_forward_tokens = num_tokens
-    cost.forget_drafts()
-    _profile_drafts(cost, drafter, most_requests, clock)
+    if drafter is not None:
+        cost.forget_drafts()
+        _profile_drafts(cost, drafter, most_requests, clock)
 
 
 def _profile_drafts(
-    cost: StepCost, drafter: Drafter | None, most_requests: int, clock: Callable[[], float]
+    cost: StepCost, drafter: Drafter, most_requests: int, clock: Callable[[], float]
 ) -> None:
-    if drafter is None:
-        return
     drafter.draft(_batch(1))
     began = clock()
     for size in [size for size in _SIZES if size <= most_requests]:
@@ -135,6 +115,13 @@ def _passes(most_tokens: int) -> Iterator[tuple[int, int]]:
                 yield size, size
             if turn == 0 and size >= _MANY_TOKENS:
                 yield size, size // _PROMPT_SHARE
+
+
+def _few_passes(most_requests: int) -> Iterator[tuple[int, int]]:
+    """The same, of sizes that are known."""
+    for turn in range(_PACE_PASSES):
+        size = 1 if turn % 2 else min(most_requests, _FEW)
+        yield size, size
 
 
 def _pass(passes: Passes, num_tokens: int, num_rows: int) -> float:

@@ -19,7 +19,8 @@ from adaflash_batch.kernels.page_size import PAGE
 _ALIGNMENT = 32
 # Steps whose numbers may be on their way at once.
 _IN_FLIGHT = 2
-_ALL_KNOWN: Int32 = np.empty(0, dtype=np.int32)
+ALL_KNOWN: Int32 = np.empty(0, dtype=np.int32)
+"""The `sources` of a step whose tokens the host knows."""
 
 
 class Bucket(NamedTuple):
@@ -112,7 +113,7 @@ class StepBuffers:
         return _end(bucket) <= len(self._on_device)
 
     def fill(
-        self, bucket: Bucket, packed: Packed, table: Int32, sources: Int32 = _ALL_KNOWN
+        self, bucket: Bucket, packed: Packed, table: Int32, sources: Int32 = ALL_KNOWN
     ) -> StepInputs:
         """Write a step and send it on its way; the host does not wait.
 
