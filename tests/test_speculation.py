@@ -257,6 +257,39 @@ def test_a_price_of_drafts_that_a_busier_machine_left_is_not_believed(llama: Tar
     assert float(decoder.cost.target(4, 4, 128)) == pytest.approx(known, rel=0.5)
 
 
+@pytest.mark.parametrize("slower", [1.0, 3.0])
+def test_what_was_kept_of_passes_is_forgotten_where_the_machine_contradicts_it(
+    llama: Target, slower: float
+) -> None:
+    """A machine that was busy for passes of some sizes alone, whatever it does to all alike."""
+    decoder = Decoder(llama, lookup=Lookup(max_tokens=99), clock=Machine(llama), kv_tokens=4096)
+    decoder.profile()
+    known = [float(decoder.cost.target(size, size, 32 * size)) for size in (2, 8, 24)]
+    state = decoder.cost.state()
+    for row in state["parts"]["target"]:
+        row[1] *= slower * (5.0 if 5 <= row[0] <= 14 else 1.0)
+    state["parts"]["target"].append([2000.0, 60.0, 1.0, 1.0])
+    assert decoder.cost.restore(state) is None
+    assert float(decoder.cost.target(8, 8, 256)) > 1.5 * slower * known[1]
+    decoder.profile()
+    found = [float(decoder.cost.target(size, size, 32 * size)) for size in (2, 8, 24)]
+    assert found == pytest.approx(known, rel=0.2)
+    assert float(decoder.cost.target(2000, 1, 1)) < 30.0, "it is still believed"
+
+
+def test_what_agrees_is_kept(llama: Target) -> None:
+    decoder = Decoder(llama, lookup=Lookup(max_tokens=99), clock=Machine(llama), kv_tokens=4096)
+    decoder.profile()
+    state = decoder.cost.state()
+    for row in state["parts"]["target"]:
+        row[1] *= 3.0
+    state["parts"]["target"].append([2000.0, 60.0, 1.0, 1.0])
+    assert decoder.cost.restore(state) is None
+    decoder.profile()
+    # A third of it: all of it was found on a machine that was as slow.
+    assert float(decoder.cost.target(2000, 1, 1)) == pytest.approx(20.0, rel=0.3)
+
+
 def test_profiling_leaves_texts_alone_and_knows_the_costs(llama: Target) -> None:
     requests = as_requests(random_prompts(4), Sampling(max_new_tokens=20))
     plain = texts(decode(llama, requests))

@@ -61,11 +61,23 @@ class StepCost:
 
     def __init__(self, about: str = "") -> None:
         self.about = about
-        self._curves = {name: CostCurve(works) for name, works in _WORKS.items()}
+        self._num_passes = 0
+        self._begin({name: CostCurve(works) for name, works in _WORKS.items()})
+
+    def _begin(self, curves: dict[str, CostCurve]) -> None:
+        """With what these know, on a machine as busy as it was."""
+        self._curves, self.slowness = curves, 1.0
         self._ratios: deque[float] = deque(maxlen=_WINDOW)
         self._unsettled: deque[_Unsettled] = deque()
-        self._num_passes = 0
-        self.slowness = 1.0
+
+    def forget(self) -> None:
+        """Nothing is known any more."""
+        self._begin({name: CostCurve(works) for name, works in _WORKS.items()})
+
+    def change_pace(self, ratio: float) -> None:
+        """Everything takes so many times as long as predicted, from now on."""
+        self.slowness *= ratio
+        self._ratios.extend([self.slowness] * _WINDOW)
 
     @property
     def is_known(self) -> bool:
@@ -161,9 +173,7 @@ class StepCost:
         for name, curve in curves.items():
             if not _refill(curve, state.get("parts"), name, _WORKS[name]):
                 return f"its part {name} is damaged"
-        self._curves, self.slowness = curves, 1.0
-        self._ratios.clear()
-        self._unsettled.clear()
+        self._begin(curves)
         return None
 
     def save(self, path: Path) -> None:

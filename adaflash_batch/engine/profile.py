@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -28,7 +29,9 @@ _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512,
 # Larger passes are made once, smaller ones until chance is gone from the median.
 _REPEATS, _MANY_TOKENS = 3, 64
 _MOST_SECONDS = 2.5
-_PACE_PASSES, _FEW = 16, 8
+# What is known is looked over at sizes up to so many tokens, so often, the fastest time counting; a
+# size that is further off than this from what the others are contradicts it.
+_SMALL, _LOOKS, _FAR = 32, 3, 1.5
 _PROMPT_SHARE = 64  # a prompt's piece wants logits of one token in so many
 
 
@@ -45,9 +48,9 @@ def profile(
 ) -> None:
     """Time passes of growing size and let `cost` observe them, then the drafter's.
 
-    Where the target's passes are known, only a few of them tell how busy the machine is at present.
-    Drafts are measured anew every time: a price that was found on a busier machine would never be
-    found wrong, since at that price none are made.
+    What was kept of the target's passes is only looked over, and forgotten where the machine
+    contradicts it; drafts are measured anew every time. A price that was found on a busier machine
+    would never be found wrong by steps: at that price nothing is drafted.
 
     Args:
         passes: with KV memory of one page or more that no request uses.
@@ -55,22 +58,44 @@ def profile(
         most_requests: at once.
         clock: seconds.
     """
-    sizes, most_seconds = _passes(most_tokens), _MOST_SECONDS
-    if cost.is_known:
-        if drafter is None:
-            return
-        sizes, most_seconds = _few_passes(most_requests), _MOST_SECONDS / 4
-    num_tokens, began = target.num_forward_tokens, clock()
+    num_tokens = target.num_forward_tokens
     _pass(passes, 1, 1)  # what is set up at first use is no step's cost
-    for size, num_rows in sizes:
-        began += _warm_up(passes, size, num_rows, clock)
-        cost.observe_target(size, num_rows, size * PAGE, _pass(passes, size, num_rows))
-        if clock() - began > most_seconds:
-            break
+    if cost.is_known and not _agrees(cost, passes, most_tokens, clock):
+        cost.forget()
+    if not cost.is_known:
+        _profile_target(cost, passes, most_tokens, clock)
     target.num_forward_tokens = num_tokens
     if drafter is not None:
         cost.forget_drafts()
         _profile_drafts(cost, drafter, most_requests, clock)
+
+
+def _profile_target(
+    cost: StepCost, passes: Passes, most_tokens: int, clock: Callable[[], float]
+) -> None:
+    began = clock()
+    for size, num_rows in _passes(most_tokens):
+        began += _warm_up(passes, size, num_rows, clock)
+        cost.observe_target(size, num_rows, size * PAGE, _pass(passes, size, num_rows))
+        if clock() - began > _MOST_SECONDS:
+            break
+
+
+def _agrees(cost: StepCost, passes: Passes, most_tokens: int, clock: Callable[[], float]) -> bool:
+    """Whether small passes cost one another what is known of them; `cost` learns the pace."""
+    sizes = [size for size in _SIZES if size <= min(most_tokens, _SMALL)]
+    known = {size: max(float(cost.target(size, size, size * PAGE)), 1e-12) for size in sizes}
+    ratios: dict[int, float] = {}
+    began = clock()
+    for size in sizes * _LOOKS:
+        began += _warm_up(passes, size, size, clock)
+        ratio = _pass(passes, size, size) / known[size]
+        ratios[size] = min(ratios.get(size, ratio), ratio)
+        if clock() - began > _MOST_SECONDS / 4:
+            break
+    pace = statistics.median(ratios.values())
+    cost.change_pace(pace)
+    return all(pace / _FAR < ratio < pace * _FAR for ratio in ratios.values())
 
 
 def _profile_drafts(
@@ -115,13 +140,6 @@ def _passes(most_tokens: int) -> Iterator[tuple[int, int]]:
                 yield size, size
             if turn == 0 and size >= _MANY_TOKENS:
                 yield size, size // _PROMPT_SHARE
-
-
-def _few_passes(most_requests: int) -> Iterator[tuple[int, int]]:
-    """The same, of sizes that are known."""
-    for turn in range(_PACE_PASSES):
-        size = 1 if turn % 2 else min(most_requests, _FEW)
-        yield size, size
 
 
 def _pass(passes: Passes, num_tokens: int, num_rows: int) -> float:
