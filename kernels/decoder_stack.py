@@ -19,27 +19,17 @@ from adaflash_batch.kernels import native
 from adaflash_batch.kernels.native import NativeUnavailable
 from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.kernels.paged_attention import KVLayer, PackedStep
+from adaflash_batch.kernels.tiled_linear import CLinear, TiledProduct
 
 # In the order of the C file.
 _TIMED = ("matrix products", "attention", "norms, SiLU")
-
-
-class _CLinear(ctypes.Structure):
-    """The C struct `Linear`."""
-
-    _fields_ = (
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("inputs", ctypes.c_int64),
-        ("outputs", ctypes.c_int64),
-    )
 
 
 class _CLayer(ctypes.Structure):
     """The C struct `StackLayer`."""
 
     _fields_ = (
-        *((name, _CLinear) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, CLinear) for name in ("qkv", "out", "gate_up", "down")),
         *((name, ctypes.c_void_p) for name in ("norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, ctypes.c_void_p) for name in ("k_pages", "v_pages", "tap")),
         ("window", ctypes.c_int64),
@@ -58,24 +48,6 @@ class _CShape(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class StackLinear:
-    """A product of a layer.
-
-    Attributes:
-        weight: from tiled_linear.tiled.
-        bias: [outputs].
-    """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    outputs: int
-
-    def c_struct(self) -> _CLinear:
-        """For the call."""
-        return _CLinear(_at(self.weight), _at(self.bias), self.weight.shape[1] * 2, self.outputs)
-
-
-@dataclass(frozen=True, slots=True)
 class StackLayer:
     """A layer: RMSNorm, attention, residual, RMSNorm, gated SiLU, residual.
 
@@ -88,10 +60,10 @@ class StackLayer:
         eps: of all norms.
     """
 
-    qkv: StackLinear
-    out: StackLinear
-    gate_up: StackLinear
-    down: StackLinear
+    qkv: TiledProduct
+    out: TiledProduct
+    gate_up: TiledProduct
+    down: TiledProduct
     norm: torch.Tensor
     mlp_norm: torch.Tensor
     head_norms: tuple[torch.Tensor, torch.Tensor] | None
@@ -103,7 +75,7 @@ class StackLayer:
     def c_struct(self) -> _CLayer:
         """For the call, without pages and tap."""
         q_norm, k_norm = self.head_norms or (None, None)
-        linears = (each.c_struct() for each in (self.qkv, self.out, self.gate_up, self.down))
+        linears = (each.c_struct for each in (self.qkv, self.out, self.gate_up, self.down))
         norms = (_at(each) for each in (self.norm, self.mlp_norm, q_norm, k_norm))
         numbers = (self.window, self.scale, self.eps, self.causal)
         return _CLayer(*linears, *norms, None, None, None, *numbers)

@@ -8,15 +8,57 @@ from 128 on.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 
 import torch
 
 from adaflash_batch.kernels import native
+from adaflash_batch.kernels.compressed_tiles import CCompressed, CompressedTiles
 from adaflash_batch.kernels.native import NativeUnavailable
 
 TILE = 32
 """Outputs of a tile."""
+
+
+class CLinear(ctypes.Structure):
+    """The C struct `Linear`."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("inputs", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
+        ("compressed", CCompressed),
+    )
+
+
+@dataclass(frozen=True)
+class TiledProduct:
+    """x @ weight.T + bias.
+
+    Attributes:
+        weight: from `tiled`.
+        bias: [outputs].
+        compressed: the same weight, for few rows.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    outputs: int
+    compressed: CompressedTiles | None = None
+
+    @cached_property
+    def c_struct(self) -> CLinear:
+        """For calls; it points to the tensors."""
+        bias = None if self.bias is None else self.bias.data_ptr()
+        compressed = CCompressed() if self.compressed is None else self.compressed.c_struct()
+        return CLinear(self.weight.data_ptr(), bias, self.inputs, self.outputs, compressed)
+
+    @property
+    def inputs(self) -> int:
+        """Of a row."""
+        return self.weight.shape[1] * 2
 
 
 @cache
@@ -44,44 +86,26 @@ def untiled(weight: torch.Tensor, outputs: int) -> torch.Tensor:
     return weight.permute(0, 2, 1, 3).flatten(0, 1).flatten(1)[:outputs].contiguous()
 
 
-def tiled_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, outputs: int
-) -> torch.Tensor:
-    """x @ weight.T + bias, bfloat16, sums in float32, each in the order of the inputs.
-
-    Args:
-        x: [.., inputs].
-        weight: from `tiled`.
-        bias: [outputs].
-    """
-    inputs = x.shape[-1]
-    assert weight.shape[1] * 2 == inputs
-    assert x.dtype == weight.dtype == torch.bfloat16
+def tiled_linear(x: torch.Tensor, linear: TiledProduct) -> torch.Tensor:
+    """[.., inputs] to [.., outputs], bfloat16, sums in float32, each in the order of the inputs."""
+    assert x.shape[-1] == linear.inputs
+    assert x.dtype == linear.weight.dtype == torch.bfloat16
     rows = x.contiguous()
-    out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype)
-    _load()(
-        weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        rows.data_ptr(),
-        out.data_ptr(),
-        rows.numel() // inputs,
-        inputs,
-        outputs,
-    )
+    out = torch.empty(*x.shape[:-1], linear.outputs, dtype=x.dtype)
+    num_rows = rows.numel() // linear.inputs
+    _load()(ctypes.byref(linear.c_struct), rows.data_ptr(), out.data_ptr(), num_rows)
     return out
 
 
-def tiled_linear_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, outputs: int
-) -> torch.Tensor:
+def tiled_linear_reference(x: torch.Tensor, linear: TiledProduct) -> torch.Tensor:
     """`tiled_linear` in PyTorch, on any device."""
-    wide = x.float() @ untiled(weight, outputs).float().T
-    return (wide if bias is None else wide + bias.float()).to(x.dtype)
+    wide = x.float() @ untiled(linear.weight, linear.outputs).float().T
+    return (wide if linear.bias is None else wide + linear.bias.float()).to(x.dtype)
 
 
 @cache
 def _load() -> ctypes._NamedFuncPointer:
     function = native.load("tiled_linear.c", "-DELEMENT=1").tiled_linear
-    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3
+    function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64]
     function.restype = None
     return function

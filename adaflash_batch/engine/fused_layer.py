@@ -12,9 +12,10 @@ from torch import nn
 
 from adaflash_batch.engine.attention_call import AttentionCall, LayerShape
 from adaflash_batch.engine.packed_linear import TiledLinear, side_by_side
-from adaflash_batch.kernels.decoder_stack import StackLayer, StackLinear
+from adaflash_batch.kernels.decoder_stack import StackLayer
 from adaflash_batch.kernels.paged_attention import Attention
 from adaflash_batch.kernels.row_operations import NATIVE, RowOperations
+from adaflash_batch.kernels.tiled_linear import TiledProduct
 
 # Layers of transformers that are one and the same network: RMSNorm, attention with rotary halves
 # (and per-head norms in Qwen3), residual, RMSNorm, gated SiLU, residual.
@@ -73,9 +74,7 @@ class FusedLayer(nn.Module):
 
     def stack_layer(self) -> StackLayer | None:
         """The same for DecoderStack; None where a product is not in tiles."""
-        qkv, out, gate_up, down = map(
-            _stack_linear, (self._qkv, self._out, self._gate_up, self._down)
-        )
+        qkv, out, gate_up, down = map(_product, (self._qkv, self._out, self._gate_up, self._down))
         if qkv is None or out is None or gate_up is None or down is None:
             return None
         return StackLayer(
@@ -132,7 +131,5 @@ class FusedLayer(nn.Module):
         return out
 
 
-def _stack_linear(layer: nn.Module) -> StackLinear | None:
-    if not isinstance(layer, TiledLinear):
-        return None
-    return StackLinear(layer.weight, layer.bias, layer.out_features)
+def _product(layer: nn.Module) -> TiledProduct | None:
+    return layer.product if isinstance(layer, TiledLinear) else None

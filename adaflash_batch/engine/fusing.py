@@ -16,12 +16,15 @@ import torch
 from torch import nn
 
 from adaflash_batch.engine.fused_layer import FusedLayer, is_known
-from adaflash_batch.engine.packed_linear import can_pack, pack
+from adaflash_batch.engine.memory import free_memory
+from adaflash_batch.engine.packed_linear import can_pack, compress, pack
 from adaflash_batch.kernels.elementwise import is_available, rms_norm_reference
 from adaflash_batch.kernels.row_operations import NATIVE, RowOperations, triton_rows
 
 # Projections that transformers' decoders apply to one and the same input.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Of the memory that is free, for weights held a second time in another form.
+_COMPRESSED_SHARE = 0.125
 
 
 def fuse(model: nn.Module, kind: str = "native") -> None:
@@ -41,6 +44,7 @@ def fuse(model: nn.Module, kind: str = "native") -> None:
         if packs:
             _fuse_projections(module)
             _pack_linears(module)
+    compress(model, free_memory() * _COMPRESSED_SHARE)
 
 
 def _operations(parameter: nn.Parameter, kind: str) -> RowOperations | None:

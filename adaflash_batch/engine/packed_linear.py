@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from adaflash_batch.kernels import tiled_linear
+from adaflash_batch.kernels import compressed_tiles, tiled_linear
+from adaflash_batch.kernels.tiled_linear import TiledProduct
 
 # A layout for few rows is as fast for many (measured at 1 to 256 rows, see fusing.py).
 _PACKED_FOR_ROWS = 32
@@ -17,6 +19,7 @@ _PACKED_FOR_ROWS = 32
 # pass of SmolLM2-135M's products takes 29.7 ms with 1 row, 33.3 with 2, 23.5 with 5, 24.0 with 6;
 # and a single row is summed up in another order than several, so that its text may differ.
 _LEAST_ROWS = 5
+_COMPRESSED_SHARE = 0.75
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -39,6 +42,18 @@ def pack(linears: Sequence[nn.Linear]) -> PackedLinear:
     if tiled_linear.is_available() and linears[0].in_features % 2 == 0:
         return TiledLinear(linears)
     return OneDnnLinear(linears)
+
+
+def compress(model: nn.Module, most_bytes: float) -> None:
+    """Compress its tiled layers for passes of few tokens, if that takes no more memory than this.
+
+    No product changes: what is read is the same weight, in another form.
+    """
+    layers = [each for each in model.modules() if isinstance(each, TiledLinear)]
+    num_bytes = sum(each.product.weight.nbytes for each in layers)
+    if compressed_tiles.is_available() and num_bytes * _COMPRESSED_SHARE <= most_bytes:
+        for each in layers:
+            each.compress()
 
 
 def side_by_side(linears: Sequence[nn.Linear]) -> nn.Module:
@@ -85,6 +100,11 @@ class PackedLinear(nn.Module, ABC):
         self.out_features = sum(linear.out_features for linear in linears)
         self.bias = _biases(linears) if linears[0].bias is not None else None
 
+    @property
+    def kind(self) -> str:
+        """What its speed depends on, for people and records."""
+        return type(self).__name__
+
     @abstractmethod
     def unpacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(weight [out, in], bias [out]) as they were given."""
@@ -98,20 +118,31 @@ class TiledLinear(PackedLinear):
     """By our own kernel.
 
     Attributes:
-        weight: see kernels.tiled_linear.tiled.
+        product: see kernels.tiled_linear.
     """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         super().__init__(linears)
-        self.weight = tiled_linear.tiled(_weights(linears))
+        weight = tiled_linear.tiled(_weights(linears))
+        self.product = TiledProduct(weight, self.bias, self.out_features)
+
+    @property
+    def kind(self) -> str:
+        """See PackedLinear."""
+        return "TiledLinear" if self.product.compressed is None else "TiledLinear, compressed"
+
+    def compress(self) -> None:
+        """Hold the weight a second time, in three quarters of the bytes, for few rows."""
+        compressed = compressed_tiles.compressed(self.product.weight)
+        self.product = replace(self.product, compressed=compressed)
 
     def unpacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See PackedLinear."""
-        return tiled_linear.untiled(self.weight, self.out_features), self.bias
+        return tiled_linear.untiled(self.product.weight, self.out_features), self.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See PackedLinear."""
-        return tiled_linear.tiled_linear(x, self.weight, self.bias, self.out_features)
+        return tiled_linear.tiled_linear(x, self.product)
 
 
 class OneDnnLinear(PackedLinear):

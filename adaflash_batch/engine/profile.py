@@ -177,7 +177,7 @@ def about(target: Target, drafter: str) -> str:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "attention": target.attention_note() or "fast",
-        "products": sorted({type(each).__name__ for each in target.packed_linears()}),
+        "products": sorted({each.kind for each in target.packed_linears()}),
         "dtype": str(target.dtype),
         "target": [target.name, target.num_layers, target.hidden_size, target.vocab_size],
         "drafter": drafter,

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from adaflash_batch.drafter.layers import DrafterLayer
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.kernels import decoder_stack, tiled_linear
-from adaflash_batch.kernels.decoder_stack import DecoderStack, StackLayer, StackLinear
+from adaflash_batch.kernels.decoder_stack import DecoderStack, StackLayer
 from adaflash_batch.kernels.elementwise import rms_norm, rotate
 from adaflash_batch.kernels.paged_attention import KVLayer, PackedStep, store_kv
+from adaflash_batch.kernels.tiled_linear import TiledProduct
 
 
 class TiledDrafter:
@@ -60,13 +61,13 @@ class TiledDrafter:
             return None
         return TiledDrafter(net, kv)
 
-    def _linear(self, *linears: nn.Linear) -> StackLinear:
+    def _linear(self, *linears: nn.Linear) -> TiledProduct:
         def weight() -> Tensor:
             return tiled_linear.tiled(torch.cat([each.weight.detach() for each in linears]))
 
         tiles = weight()
         self._copies.append((tiles, weight))
-        return StackLinear(tiles, None, sum(each.out_features for each in linears))
+        return TiledProduct(tiles, None, sum(each.out_features for each in linears))
 
     def _layer(self, layer: DrafterLayer, index: int) -> StackLayer:
         config, attention, mlp = self._net.config, layer.self_attn, layer.mlp
@@ -113,7 +114,7 @@ class TiledDrafter:
         rows = embeddings.view(len(states), -1, embeddings.shape[-1])
         anchors = rms_norm(rows[:, 0].contiguous(), self._ones, eps)
         states = rms_norm(states.contiguous(), projection.norm.weight, eps)
-        added = _product(torch.cat((states, anchors), dim=-1), self._projection)
+        added = tiled_linear.tiled_linear(torch.cat((states, anchors), dim=-1), self._projection)
         return (rows + added.unsqueeze(1)).flatten(0, 1)
 
     def absorb(self, features: Tensor, positions: Tensor, step: PackedStep) -> None:
@@ -125,11 +126,13 @@ class TiledDrafter:
             step: to which requests they belong.
         """
         net, eps, kv_heads = self._net, self._net.config.rms_norm_eps, self._heads[1]
-        context = rms_norm(_product(features, self._fc), net.hidden_norm.weight, eps)
+        context = rms_norm(
+            tiled_linear.tiled_linear(features, self._fc), net.hidden_norm.weight, eps
+        )
         rotary = self._rotary(positions)
         for layer, pages, linear in zip(net.layers, self._kv, self._context, strict=True):
             norm = cast(Any, layer).self_attn.k_norm.weight
-            joined = _product(context, linear)
+            joined = tiled_linear.tiled_linear(context, linear)
             keys = rotate(joined, *rotary, kv_heads, 0, (norm, norm), eps)
             values = joined.view(len(joined), 2 * kv_heads, -1)[:, kv_heads:]
             store_kv(step, pages, keys, values)
@@ -137,7 +140,3 @@ class TiledDrafter:
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self._net.rotary(positions)
         return cos.bfloat16(), sin.bfloat16()
-
-
-def _product(x: Tensor, linear: StackLinear) -> Tensor:
-    return tiled_linear.tiled_linear(x, linear.weight, linear.bias, linear.outputs)
