@@ -4,14 +4,14 @@
  * with sixteen outputs. Each sum is made in the order of the inputs, whatever other rows there are: a token
  * comes out the same alone and in a batch. tiled_linear.py lays weights out and holds the reference.
  *
- * Few rows wait for the weights to be read: theirs may be compressed. With more rows those of the next tile are
- * asked for while this one is computed.
+ * Few rows wait for the weights to be read: theirs may be compressed, and are asked for ahead. With more rows
+ * those of the next tile are asked for while this one is computed.
  */
 #pragma once
 #include "compressed_tiles.h"
 
-#define TILE_ROWS 12      /* two registers of sums a row: 24 of 32 */
-#define COMPRESSED_ROWS 6 /* more take longer to unpack than to read */
+#define TILE_ROWS 12   /* two registers of sums a row: 24 of 32 */
+#define AHEAD 4096     /* bytes; found by trial, as 2048 to 16384 are about as good */
 
 /* weight: tiles of [inputs / 2][TILE][2]; bias: [outputs] or NULL */
 typedef struct {
@@ -73,6 +73,8 @@ compressed_rows(const int rows, const Linear *linear, int64_t tile, const elemen
     for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
     for (int64_t pair = 0; pair < pairs; pair++) {
         __m512i low, high;
+        _mm_prefetch((const char *)reader.at + AHEAD, _MM_HINT_T0);
+        _mm_prefetch((const char *)reader.at + AHEAD + 64, _MM_HINT_T0);
         read_block(&reader, pair, &low, &high);
         multiply(sum, rows, x + 2 * pair, inputs, low, high);
     }
@@ -82,11 +84,14 @@ compressed_rows(const int rows, const Linear *linear, int64_t tile, const elemen
 
 #define CASE(n)                                                                                    \
     case n: RUN(n); break;
+#define CASES                                                                                      \
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)                                                \
+    CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 
 static inline void few_rows(const Linear *linear, int64_t tile, const element *x, element *out, int64_t rows) {
 #ifdef __AVX512VBMI__
 #define RUN(n) compressed_rows(n, linear, tile, x, out)
-    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+    switch (rows) { CASES }
 #undef RUN
 #endif
 }
@@ -103,20 +108,18 @@ static inline void tile_of(const Linear *linear, int64_t tile, const element *x,
         const int64_t part = g - (groups - 2);
         const char *ahead = groups < 2 || part < 0 ? NULL : next + part * tile_bytes / 2;
 #define RUN(n) tile_rows(n, linear, tile, from, to, ahead)
-        switch (size) {
-            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-            CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-        }
+        switch (size) { CASES }
 #undef RUN
         row += size;
     }
 }
+#undef CASES
 #undef CASE
 
 /* out[rows][outputs] = x[rows][inputs] * weight^T + bias */
 static void linear_rows(const Linear *linear, const element *x, element *out, int64_t rows) {
     const int64_t tiles = (linear->outputs + TILE - 1) / TILE;
-    const int is_compressed = linear->compressed.blocks != NULL && rows <= COMPRESSED_ROWS;
+    const int is_compressed = linear->compressed.blocks != NULL && rows <= TILE_ROWS;
 #pragma omp parallel for schedule(static)
     for (int64_t tile = 0; tile < tiles; tile++) {
         if (is_compressed) few_rows(linear, tile, x, out, rows);
