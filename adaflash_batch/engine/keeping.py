@@ -118,7 +118,7 @@ class Keeping:
         whole = list(map(slice, begins // PAGE, (begins + counts) // PAGE))
         named = [(each.keys[at], each.pages[at]) for each, at in zip(sequences, whole, strict=True)]
         if self._late is not None and any(keys for keys, _ in named):
-            self._late.hand_over()  # whoever shares a page drafts from it, too
+            self._late.hand_over(sequences)  # whoever shares a page drafts from it, too
         for keys, pages in named:
             self._prefixes.put(keys, pages)
 

@@ -206,9 +206,9 @@ class Speculator:
     def _draft(self, candidates: Sequence[Candidate]) -> list[Guess]:
         if not candidates or self._drafter is None:
             return []
-        if self._late is not None:
-            self._late.hand_over()
         began, sequences = self._clock(), [each.sequence for each in candidates]
+        if self._late is not None:
+            self._late.hand_over(sequences)
         batch = DraftBatch(
             keys=[each.key for each in candidates],
             anchors=[each.tokens[-1] for each in candidates],
