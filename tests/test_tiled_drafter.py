@@ -14,6 +14,7 @@ from torch import Tensor
 from adaflash_batch.drafter.config import DrafterConfig
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.engine.tiled_drafter import TiledDrafter
+from adaflash_batch.kernels import markov_walk, tiled_linear
 from adaflash_batch.kernels.paged_attention import (
     Attention,
     KVLayer,
@@ -21,6 +22,7 @@ from adaflash_batch.kernels.paged_attention import (
     paged_attention,
     store_kv,
 )
+from adaflash_batch.kernels.tiled_linear import TiledProduct
 
 SCALED = dataclasses.replace(TINY, input_embedding_scale=1.7)
 CONFIGS = {
@@ -104,3 +106,65 @@ def test_it_computes_what_the_net_does(name: str) -> None:
 def test_nets_with_convolutions_and_nets_in_float32_are_run_as_they_are() -> None:
     assert TiledDrafter.of(random_drafter(CAUSAL, torch.bfloat16), pages(CAUSAL)) is None
     assert TiledDrafter.of(random_drafter(TINY, torch.float32), pages(TINY)) is None
+
+
+WALKED = dataclasses.replace(DSPARK, length_head="hazard")
+
+
+@needs_tiles
+@pytest.mark.parametrize("chosen", [None, 19], ids=["all tokens", "draft vocabulary"])
+@pytest.mark.parametrize("num_blocks", [1, 9])
+@torch.inference_mode()
+def test_a_markov_head_is_walked_as_the_net_walks(num_blocks: int, chosen: int | None) -> None:
+    """Drafts, and what its head says of them; also after other weights came."""
+    net = random_drafter(WALKED, torch.bfloat16).eval()
+    assert net.markov_head is not None
+    for parameter in net.markov_head.parameters():  # so that the token before decides
+        parameter.mul_(8.0)
+    token_ids = None if chosen is None else torch.arange(3, 3 + 2 * chosen, 2)
+    tiled = TiledDrafter.of(net, pages(WALKED), token_ids)
+    assert tiled is not None
+    assert tiled.walk is not None
+    table = normal(WALKED.vocab_size, WALKED.hidden_size, seed=4)
+    table = table if token_ids is None else table[token_ids]
+    hidden = normal(num_blocks * WALKED.block_size, WALKED.hidden_size, seed=5)
+    anchors = torch.arange(num_blocks) * 2
+    for turn in range(2):
+        asked = (hidden, anchors, lambda rows: rows @ table.T, token_ids)
+        ours, theirs = net.propose_judged(*asked, tiled.walk), net.propose_judged(*asked)
+        assert torch.equal(ours.drafts, theirs.drafts)
+        assert len({*ours.drafts.flatten().tolist()}) > 3
+        assert ours.survival is not None
+        torch.testing.assert_close(ours.survival, theirs.survival, rtol=1e-3, atol=1e-4)
+        if turn == 0:
+            before = ours.drafts
+            for parameter in net.parameters():
+                parameter.copy_(parameter.flip(0))
+            tiled.refresh()
+    assert not torch.equal(before, ours.drafts)
+
+
+@needs_tiles
+@pytest.mark.parametrize("kind", ["gated", "rnn"])
+def test_other_markov_heads_are_walked_by_the_net(kind: str) -> None:
+    config = dataclasses.replace(DSPARK, markov_head_type=kind)
+    tiled = TiledDrafter.of(random_drafter(config, torch.bfloat16), pages(config))
+    assert tiled is not None
+    assert tiled.walk is None
+
+
+@needs_tiles
+@torch.inference_mode()
+def test_the_walk_takes_the_first_of_equals_and_bears_what_is_no_number() -> None:
+    rows = TiledProduct(tiled_linear.tiled(torch.zeros(40, 4).bfloat16()), None, 40)
+    logits, embedded = torch.zeros(2, 2, 40).bfloat16(), torch.zeros(40, 4).bfloat16()
+    logits[0, 0, [7, 33]] = 2.0
+    logits[0, 1, 39] = 1.0
+    logits[1] = torch.nan
+    drafts, top, second = markov_walk.markov_walk(
+        logits, torch.tensor([1, 2]), embedded, rows, None
+    )
+    assert drafts.tolist() == [[7, 39], [0, 0]]
+    assert top[0, 0] == second[0, 0]
+    expected = logits[0].float().log_softmax(-1).max(-1).values
+    torch.testing.assert_close(top[0], expected)

@@ -42,6 +42,10 @@ Watch = Callable[[Tensor, Tensor], None]
 """Is shown a choice of every block: scores [B, V], which was taken [B]."""
 
 
+Walk = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From logits [B, N, V] and anchors [B]: drafts [B, N], and their `certainty` [B, N, 3]."""
+
+
 class Proposal(NamedTuple):
     """Drafts, and what the drafter says of them.
 

@@ -127,7 +127,7 @@ class BlockDrafter:
         ]
         self._tiled = None
         if target.kernels.kind == "native":
-            self._tiled = TiledDrafter.of(net, self._kv)
+            self._tiled = TiledDrafter.of(net, self._kv, self._token_ids)
         if net.markov_head is not None:
             net.markov_head.keep_rows(self._token_ids)
         # The state before a request's anchor, in the row of the page that the state's token is in.
@@ -201,7 +201,8 @@ class BlockDrafter:
         states = None if self._states is None else self._states[pages]
         hidden = self._block(embeddings, states, positions, step)
         anchors = ids.view(-1, self.config.block_size)[:, 0]
-        return self._net.propose_judged(hidden, anchors, self._head, self._token_ids)
+        walk = None if self._tiled is None else self._tiled.walk
+        return self._net.propose_judged(hidden, anchors, self._head, self._token_ids, walk)
 
     def _block(
         self,

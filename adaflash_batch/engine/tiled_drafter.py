@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from adaflash_batch.drafter.layers import DrafterLayer
+from adaflash_batch.drafter.length import Walk, certainty_of
 from adaflash_batch.drafter.model import DFlash
-from adaflash_batch.kernels import decoder_stack, tiled_linear
+from adaflash_batch.kernels import decoder_stack, markov_walk, tiled_linear
 from adaflash_batch.kernels.decoder_stack import DecoderStack, StackLayer
 from adaflash_batch.kernels.elementwise import rms_norm, rotate
 from adaflash_batch.kernels.paged_attention import KVLayer, PackedStep, store_kv
@@ -30,9 +31,14 @@ class TiledDrafter:
     Args:
         net: whose weights are copied; `refresh` follows what is written into them.
         kv: pages of its layers.
+        token_ids: the draft vocabulary, where it has one.
+
+    Attributes:
+        walk: of its Markov head, where that is of a kind that can be walked so; see
+            DFlash.propose_judged.
     """
 
-    def __init__(self, net: DFlash, kv: list[KVLayer]) -> None:
+    def __init__(self, net: DFlash, kv: list[KVLayer], token_ids: Tensor | None = None) -> None:
         self._net, self._kv = net, kv
         self._copies: list[tuple[Tensor, Callable[[], Tensor]]] = []
         layers = [cast(DrafterLayer, layer) for layer in net.layers]
@@ -46,9 +52,10 @@ class TiledDrafter:
         projection = net.input_projection
         self._projection = None if projection is None else self._linear(projection.proj)
         self._ones = torch.ones_like(net.norm.weight)
+        self.walk = self._walk(token_ids)
 
     @staticmethod
-    def of(net: DFlash, kv: list[KVLayer]) -> TiledDrafter | None:
+    def of(net: DFlash, kv: list[KVLayer], token_ids: Tensor | None = None) -> TiledDrafter | None:
         """None where the net is not one that can be run so, or the machine has no such kernels."""
         config = net.config
         weight = net.fc.weight
@@ -59,7 +66,7 @@ class TiledDrafter:
         sizes = (config.hidden_size, config.num_features, config.intermediate_size)
         if config.conv_kernel_size or any(size % 2 for size in sizes):
             return None
-        return TiledDrafter(net, kv)
+        return TiledDrafter(net, kv, token_ids)
 
     def _linear(self, *linears: nn.Linear) -> TiledProduct:
         def weight() -> Tensor:
@@ -68,6 +75,29 @@ class TiledDrafter:
         tiles = weight()
         self._copies.append((tiles, weight))
         return TiledProduct(tiles, None, sum(each.out_features for each in linears))
+
+    def _walk(self, token_ids: Tensor | None) -> Walk | None:
+        markov = self._net.markov_head
+        if self._net.config.markov_head_type != "vanilla" or markov is None:
+            return None
+        if markov.rank % 2 or not markov_walk.is_available():
+            return None
+        weight = markov.markov_w2.weight
+
+        def rows() -> Tensor:
+            return tiled_linear.tiled((weight if token_ids is None else weight[token_ids]).detach())
+
+        tiles = rows()
+        self._copies.append((tiles, rows))
+        linear = TiledProduct(tiles, None, len(weight if token_ids is None else token_ids))
+        embedded = markov.markov_w1.weight.detach()
+
+        def walk(logits: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
+            walked = markov_walk.markov_walk(logits, anchors, embedded, linear, token_ids)
+            drafts, top, second = walked
+            return drafts, certainty_of(top, second)
+
+        return walk
 
     def _layer(self, layer: DrafterLayer, index: int) -> StackLayer:
         config, attention, mlp = self._net.config, layer.self_attn, layer.mlp
