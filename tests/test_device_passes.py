@@ -10,10 +10,11 @@ import pytest
 import torch
 from drafters import DFLASH, DFLASH2, DSPARK, net_of
 from replaying import ReplayingCapturer
-from tiny import as_requests, decode, guessing, random_prompts, texts, tiny_model
+from tiny import as_requests, decode, guessing, random_prompts, replaying, texts, tiny_model
 
 from adaflash_batch.drafter.config import DrafterConfig
-from adaflash_batch.engine import placing
+from adaflash_batch.engine import device_passes, placing
+from adaflash_batch.engine.accept import Emission
 from adaflash_batch.engine.buckets import MOST_TOKENS, Buckets, pages_of, tokens_of
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.engine.device_drafting import DeviceDrafter
@@ -21,6 +22,7 @@ from adaflash_batch.engine.device_passes import DevicePasses
 from adaflash_batch.engine.drafting import BlockDrafter
 from adaflash_batch.engine.graphs import Graphs
 from adaflash_batch.engine.packing import pack
+from adaflash_batch.engine.sampling import decide
 from adaflash_batch.engine.step_buffers import Bucket, StepBuffers, exact_bucket
 from adaflash_batch.engine.target import Target
 from adaflash_batch.exchange import DrafterWeights, Trajectory
@@ -108,6 +110,70 @@ def test_drafts_that_stay_on_the_device_are_the_same(
     assert isinstance(passes, DevicePasses)
     assert drafter._graphs.num_replays > 0
     assert passes.graphs.num_replays > 0
+
+
+class WatchesFor:
+    """Says stop behind a token, as a stop string would."""
+
+    def __init__(self, token_id: int) -> None:
+        self._token_id = token_id
+
+    def feed(self, token_id: int) -> bool:
+        return token_id == self._token_id
+
+
+def ending_requests(whole: dict[RowKey, list[int]]) -> list[Request]:
+    """Of texts that are known: one ends by each rule, in the middle of a step."""
+    greedy, sampled = Sampling(max_new_tokens=12), SAMPLED
+    ways: list[tuple[Sampling, int | None]] = [
+        (dataclasses.replace(greedy, stop_token_ids=(whole[RowKey(0, 0, 0)][6],)), None),
+        (dataclasses.replace(greedy, stop_token_ids=tuple(range(40, 90))), None),
+        (dataclasses.replace(greedy, max_new_tokens=7), None),
+        (greedy, whole[RowKey(0, 3, 0)][6]),
+        (dataclasses.replace(sampled, max_new_tokens=6), None),
+        (dataclasses.replace(greedy, ignore_eos=True), whole[RowKey(0, 5, 0)][0]),
+    ]
+    requests = as_requests(random_prompts(6, seed=8), [sampling for sampling, _ in ways])
+    return [
+        request if stop is None else dataclasses.replace(request, stop_watch=WatchesFor(stop))
+        for request, (_, stop) in zip(requests, ways, strict=True)
+    ]
+
+
+def test_texts_end_where_the_host_ends_them(
+    llama: Target, on_device: Target, capturer: ReplayingCapturer
+) -> None:
+    prompts = as_requests(random_prompts(6, seed=8), GREEDY)
+    whole = texts(decode(llama, prompts))
+    found = []
+    for target in (llama, on_device):
+        perfect = replaying(prompts, {key: [*text, *text] for key, text in whole.items()})
+        found.append(decode(target, ending_requests(whole), drafter=perfect, ends=ENDS))
+    host, device = found
+    assert texts(device) == texts(host)
+    assert {each.finish_reason for each in host.values()} == {"stop", "length"}
+    for key, completion in host.items():
+        assert device[key].finish_reason == completion.finish_reason
+        assert device[key].counts == completion.counts
+    assert max(len(each.counts.accepted_hist) for each in host.values()) > 3
+
+
+def test_the_host_reads_no_logits_where_it_need_not(
+    llama: Target, on_device: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does where they depend on the text, and where very many tokens end it."""
+    many_ends = dataclasses.replace(GREEDY, stop_token_ids=tuple(range(50, 97)))
+    requests = as_requests(random_prompts(7, seed=5), [*MIXED, many_ends])
+    expected = texts(decode(llama, requests, ends=ENDS))
+    read: list[Sampling] = []
+
+    def reads(logits: torch.Tensor, blocks: Any) -> list[Emission]:
+        read.extend(block.sampling for block in blocks)
+        return decide(logits, blocks)
+
+    monkeypatch.setattr(device_passes, "decide", reads)
+    assert texts(decode(on_device, requests, ends=ENDS)) == expected
+    assert set(read) == {PENALISED, many_ends}
 
 
 def test_what_is_kept_for_learning_is_the_same(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from adaflash_batch.engine.accept import emitted_tokens
+from adaflash_batch.engine.accept import Emission
 from adaflash_batch.engine.capture import Capture
 from adaflash_batch.engine.cost import StepCost
 from adaflash_batch.engine.drafting import Drafter
@@ -271,8 +271,7 @@ class Decoder:
         if self._late_drafter is not None:
             learn_drafts(self._late_drafter, flight)
             self.speculator.note_drafts(self._late_drafter.take_seconds())
-        choices, sound = flight.begun.land()
-        kept = self._commit(items, choices, sound)
+        kept = self._commit(items, flight.begun.land())
         self._keeping.keep(items, packed, kept)
         self._dismiss(items)
         if not self._entries:
@@ -332,49 +331,47 @@ class Decoder:
         sources = ALL_KNOWN if self._late_drafter is None else sources_of(items, packed)
         return self._passes.begin(packed, table, blocks, sources)
 
-    def _commit(self, items: list[Item], choices: list[int], sound: list[bool]) -> list[int]:
+    def _commit(self, items: list[Item], emissions: list[Emission]) -> list[int]:
         """Extend the texts. Returns for each item how many of its tokens are of use later."""
-        kept, row = [], 0
-        for item in items:
-            count = item.num_choices
-            kept.append(self._advance(item, choices[row : row + count], sound[row : row + count]))
-            row += count
-        return kept
+        coming = iter(emissions)
+        return [self._advance(item, next(coming) if item.num_choices else None) for item in items]
 
-    def _advance(self, item: Item, choices: list[int], sound: list[bool]) -> int:
+    def _advance(self, item: Item, emission: Emission | None) -> int:
         entry, sequence = item.entry, item.scheduled.sequence
         num_known = item.scheduled.num_known
         if not item.is_verification:
             self.num_prefilled += num_known
-        if not choices:
+        if emission is None:
             sequence.computed += num_known
             return num_known
-        emitted = emitted_tokens(item.drafts, choices)
-        num_kept = len(emitted) - 1
-        if not all(sound[: len(emitted)]):
+        if not emission.is_sound:
             message = "the model's logits are not finite (NaN or infinity)"
             self._finish(entry, "error", RowError("bad_logits", message))
             return 0
-        emitted, reason = entry.until_end(emitted, self.end_token_ids)
-        accepted = min(num_kept, len(emitted))  # nothing past the end counts
-        item.num_accepted = accepted
-        if item.drafts and not item.chosen.is_lookup:
-            entry.counts.mark(self.drafter_version)
-        if item.is_verification:
-            chosen = item.chosen
-            entry.counts.record(
-                chosen.num_drafted, len(item.drafts), accepted, is_lookup=chosen.is_lookup
-            )
-        self._extend(entry, emitted, is_over=reason is not None)
-        sequence.computed += num_known + accepted
-        if reason is not None:
-            self._finish(entry, reason)
+        emission = entry.watched(emission)
+        item.num_accepted = emission.accepted
+        self._count(item)
+        self._extend(entry, emission)
+        sequence.computed += num_known + emission.accepted
+        if emission.reason is not None:
+            self._finish(entry, emission.reason)
             return item.num_shareable
-        return num_known + accepted
+        return num_known + emission.accepted
 
-    def _extend(self, entry: Entry, emitted: list[int], *, is_over: bool) -> None:
+    def _count(self, item: Item) -> None:
+        counts, chosen, num_verified = item.entry.counts, item.chosen, len(item.drafts)
+        if item.drafts and not chosen.is_lookup:
+            counts.mark(self.drafter_version)
+        if item.is_verification:
+            counts.record(
+                chosen.num_drafted, num_verified, item.num_accepted, is_lookup=chosen.is_lookup
+            )
+
+    def _extend(self, entry: Entry, emission: Emission) -> None:
+        emitted = emission.tokens
         entry.tokens += emitted
         self.speculator.extend(entry.prospect, emitted)
+        is_over = emission.reason is not None
         self.speculator.settle(entry.prospect, entry.tokens, is_over=is_over)
         entry.sequence.known += len(emitted)
         self.num_generated += len(emitted)
