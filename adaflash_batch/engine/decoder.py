@@ -20,21 +20,19 @@ from adaflash_batch.engine.in_flight import (
     pack_items,
     sources_of,
 )
-from adaflash_batch.engine.keeping import Keeping
-from adaflash_batch.engine.late_context import LateContext
 from adaflash_batch.engine.lookup import Lookup
-from adaflash_batch.engine.packing import Packed, PageTable
-from adaflash_batch.engine.pages import PagePool
+from adaflash_batch.engine.packing import Packed
 from adaflash_batch.engine.passes import Pass
-from adaflash_batch.engine.placing import place
+from adaflash_batch.engine.placing import Sources, parts_of
 from adaflash_batch.engine.policy import NOTHING, WHOLE_BLOCKS, Chosen, Policy
 from adaflash_batch.engine.prefixes import page_keys
 from adaflash_batch.engine.pricing import Load, load_without_drafts
 from adaflash_batch.engine.profile import profile
 from adaflash_batch.engine.sampling import TokenHistory
-from adaflash_batch.engine.scheduler import Scheduled, Scheduler
+from adaflash_batch.engine.scheduler import Scheduled
 from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
-from adaflash_batch.engine.speculation import Speculator, reserved_tokens
+from adaflash_batch.engine.sizes import Sizes
+from adaflash_batch.engine.speculation import reserved_tokens
 from adaflash_batch.engine.step_buffers import ALL_KNOWN
 from adaflash_batch.engine.target import Target
 from adaflash_batch.exchange import DrafterWeights, Trajectory
@@ -61,7 +59,19 @@ class Decoder:
         end_token_ids: the model's own end-of-sequence tokens.
         share_prefixes: whether requests that begin alike compute that once.
         clock: seconds, for the timings.
+
+    Attributes:
+        context: see above.
+        cost: what steps were found to take.
+        speculator: chooses drafts, and learns from what becomes of them.
+        num_steps, num_generated, num_prefilled: steps, and tokens of texts and prompts, so far.
     """
+
+    num_steps = num_generated = num_prefilled = 0
+    _entries: dict[ScheduledSequence, Entry]
+    _finished: list[Completion]
+    _flight: Flight | None = None
+    _newest: Callable[[], DrafterWeights | None] | None = None
 
     def __init__(
         self,
@@ -79,54 +89,19 @@ class Decoder:
         share_prefixes: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        pool = PagePool(kv_tokens // PAGE)
-        self._target = target
-        self._kv = target.new_kv(pool.num_pages)
-        made = None if drafter is None else drafter(pool.num_pages)
-        reserve = reserved_tokens(made, lookup)
-        self._scheduler = Scheduler(
-            pool, max_running=max_running, token_budget=token_budget, reserve=reserve
-        )
+        self._target, self._clock, self._shares_prefixes = target, clock, share_prefixes
+        self.end_token_ids, self._entries, self._finished = end_token_ids, {}, []
         self.context = context if context is not None else target.context
-        longest = min(self.context + reserve, pool.num_pages * PAGE)
-        self._table = PageTable(max_running, longest)
-        self._max_running, self._token_budget = max_running, token_budget
-        self.end_token_ids = end_token_ids
-        self._clock = clock
-        self._passes, self._drafter, self._late_drafter = place(
-            target,
-            self._kv,
-            made,
-            max_running=max_running,
-            token_budget=token_budget,
-            longest=longest,
-            reserve=reserve,
-            clock=clock,
-        )
-        late = None
-        if self._drafter is not None:
-            target.tap(self._drafter.tapped_layers)
-            late = LateContext(self._drafter, self._table, target.upload)
-        self._keeping = Keeping(target, self._scheduler.prefixes, late, self.drafter_layers)
-        self._shares_prefixes = share_prefixes
         self.cost = StepCost() if cost is None else cost
-        self.speculator = Speculator(
-            policy,
-            drafter=self._drafter,
-            late=late,
-            lookup=lookup,
-            cost=self.cost,
-            table=self._table,
-            clock=clock,
-            times_drafts=self._late_drafter is None,
-        )
-        self._flight: Flight | None = None
-        self._entries: dict[ScheduledSequence, Entry] = {}
-        self._finished: list[Completion] = []
-        self._newest: Callable[[], DrafterWeights | None] | None = None
-        self.num_steps = 0
-        self.num_generated = 0
-        self.num_prefilled = 0
+        num_pages = kv_tokens // PAGE
+        made = None if drafter is None else drafter(num_pages)
+        reserve = reserved_tokens(made, lookup)
+        self._sizes = Sizes(max_running, token_budget, num_pages, self.context, reserve)
+        sources = Sources(made, lookup, policy, self.cost)
+        parts = parts_of(target, sources, self._sizes, clock)
+        self._passes, self._drafter, self._late_drafter = parts.placed
+        self._scheduler, self._table = parts.scheduler, parts.table
+        self._keeping, self.speculator = parts.keeping, parts.speculator
 
     @property
     def target(self) -> Target:
@@ -153,14 +128,15 @@ class Decoder:
         """Measure what steps take, before the first request."""
         assert not self._entries, "requests are on their way already"
         self._scheduler.prefixes.clear()  # a page is written to
-        most = self._max_running * (self.speculator.most + 1)
+        most_requests = self._sizes.max_running
+        most = most_requests * (self.speculator.most + 1)
         profile(
             self.cost,
             self._target,
             self._passes,
             self._drafter,
-            most_tokens=min(most, self._token_budget),
-            most_requests=self._max_running,
+            most_tokens=min(most, self._sizes.token_budget),
+            most_requests=most_requests,
             clock=self._clock,
         )
 

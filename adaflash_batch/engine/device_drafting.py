@@ -20,6 +20,7 @@ from adaflash_batch.engine.drafting import (
 )
 from adaflash_batch.engine.graphs import Capturer, Graphs, graph_memory
 from adaflash_batch.engine.marks import Marks
+from adaflash_batch.engine.sizes import Sizes
 from adaflash_batch.engine.step_buffers import Bucket, StepBuffers, StepInputs
 from adaflash_batch.exchange import DrafterWeights
 from adaflash_batch.kernels.device_step import power_of_two
@@ -59,8 +60,7 @@ class DeviceDrafter:
 
     Args:
         blocks: the drafter, on the device.
-        max_running: requests in a batch.
-        max_pages: of a request.
+        sizes: of the decoder.
         drafted: int32 [M], M = max_running * N: where drafts are left.
         marks: of the device.
         capturer: of graphs; None makes none.
@@ -69,28 +69,28 @@ class DeviceDrafter:
     def __init__(
         self,
         blocks: BlockDrafter,
-        *,
-        max_running: int,
-        max_pages: int,
+        sizes: Sizes,
         drafted: torch.Tensor,
         marks: Marks,
         capturer: Capturer | None,
     ) -> None:
         self.version, self.block_size = blocks.version, blocks.block_size
         self.tapped_layers = blocks.tapped_layers
-        self._blocks, self._max_running, self._max_pages = blocks, max_running, max_pages
+        self._blocks, self._sizes = blocks, sizes
         self._drafted, self._marks = drafted, marks
         self._is_late = not blocks.config.length_head and not blocks.config.enable_confidence_head
         self._graphs: Graphs[Proposal] = Graphs(
             capturer, max_bytes=graph_memory(blocks.target.device)
         )
-        self._buffers = StepBuffers(blocks.target.device, self._bucket(max_running, max_pages))
+        self._buffers = StepBuffers(
+            blocks.target.device, self._bucket(sizes.max_running, sizes.max_pages)
+        )
         self._unknown: list[Draft] = []
         self._timed: list[tuple[int, Any, Any]] = []
 
     def draft(self, batch: DraftBatch) -> list[Draft]:
         """See Drafter."""
-        assert len(batch.anchors) <= self._max_running
+        assert len(batch.anchors) <= self._sizes.max_running
         began, num_requests = self._marks.mark(), len(batch.anchors)
         packed = block_arrays(batch, self._blocks.config)
         bucket = self._bucket(tokens_of(num_requests), batch.table.shape[1])
@@ -106,8 +106,8 @@ class DeviceDrafter:
         return list(self._unknown)
 
     def _bucket(self, num_requests: int, num_pages: int) -> Bucket:
-        rows, count = self._blocks.config.block_size, min(num_requests, self._max_running)
-        pages = pages_of(num_pages, self._max_pages)
+        rows, count = self._blocks.config.block_size, min(num_requests, self._sizes.max_running)
+        pages = pages_of(num_pages, self._sizes.max_pages)
         return Bucket(count * rows, count, count, power_of_two(rows), pages)
 
     def _run(self, inputs: StepInputs) -> Proposal:

@@ -17,6 +17,7 @@ from adaflash_batch.engine.marks import Marks, marks_of
 from adaflash_batch.engine.packing import Int32, Packed
 from adaflash_batch.engine.row_rules import MOST_ENDS, deciding, emission_of, is_left, num_ends
 from adaflash_batch.engine.sampling import ChoiceBlock, decide
+from adaflash_batch.engine.sizes import Sizes
 from adaflash_batch.engine.step_buffers import Bucket, StepBuffers, StepInputs
 from adaflash_batch.engine.target import Seen, Target
 from adaflash_batch.kernels.accept import NUM_COUNTS, Rows, accept_beside
@@ -36,10 +37,7 @@ class DevicePasses:
     Args:
         target: whose kernels take a DeviceStep.
         kv: its memory.
-        max_running: requests in a step.
-        token_budget: tokens in a step.
-        max_pages: of a request.
-        widest: tokens of a request that decodes, its drafts included.
+        sizes: of the decoder.
         num_drafted: M; 0 where no drafter leaves anything.
         clock: seconds, for devices that have no events.
         capturer: of graphs; None makes none.
@@ -48,7 +46,6 @@ class DevicePasses:
         drafted: int32 [M], where a drafter leaves what the host is to know with the choices.
         graphs: kept passes.
         marks: of the device.
-        capturer: a drafter's graphs share its memory.
     """
 
     runs_ahead = True
@@ -57,29 +54,24 @@ class DevicePasses:
         self,
         target: Target,
         kv: list[KVLayer],
-        *,
-        max_running: int,
-        token_budget: int,
-        max_pages: int,
-        widest: int,
-        num_drafted: int = 0,
+        sizes: Sizes,
+        num_drafted: int,
         clock: Callable[[], float],
         capturer: Capturer | None,
     ) -> None:
         assert target.kernels.takes_device_step
         self._target, self._kv, self._device = target, kv, target.device
-        self._buckets = Buckets(max_running, max_pages, widest)
-        largest = self._buckets.largest(token_budget)
+        self._buckets = Buckets(sizes.max_running, sizes.max_pages, sizes.widest)
+        largest = self._buckets.largest(sizes.token_budget)
         self._buffers = StepBuffers(
-            self._device, largest._replace(num_deciding=max_running, num_ends=MOST_ENDS)
+            self._device, largest._replace(num_deciding=sizes.max_running, num_ends=MOST_ENDS)
         )
         self.graphs: Graphs[_Outcome] = Graphs(capturer, max_bytes=graph_memory(self._device))
         self.marks: Marks = marks_of(self._device, clock)
-        self._back = _WayBack(self._device, num_drafted, largest.num_rows, widest)
+        self._back = _WayBack(self._device, num_drafted, largest.num_rows, sizes.widest)
         self.drafted = self._back.drafted
         self._accept = accept_beside(target.kernels.kind)
         self._logits: torch.Tensor | None = None
-        self.capturer = capturer
 
     def begin(
         self, packed: Packed, table: Int32, blocks: Sequence[ChoiceBlock], sources: Int32
