@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from drafters import DFLASH, DFLASH2, DSPARK, net_of
-from replaying import ReplayingCapturer
+from replaying import Capturers, ReplayingCapturer
 from tiny import as_requests, decode, guessing, random_prompts, replaying, texts, tiny_model
 
 from adaflash_batch.drafter.config import DrafterConfig
@@ -47,10 +47,10 @@ def on_device() -> Target:
 
 
 @pytest.fixture
-def capturer(monkeypatch: pytest.MonkeyPatch) -> ReplayingCapturer:
-    """Makes graphs for decoders that are made from now on."""
-    made = ReplayingCapturer()
-    monkeypatch.setattr(placing, "device_capturer", lambda device: made)
+def capturers(monkeypatch: pytest.MonkeyPatch) -> Capturers:
+    """Make graphs for decoders that are made from now on."""
+    made = Capturers()
+    monkeypatch.setattr(placing, "device_capturer", made)
     return made
 
 
@@ -82,7 +82,7 @@ def run(
 
 @pytest.mark.parametrize("concurrency", [1, 4])
 def test_the_device_writes_the_same_texts(
-    llama: Target, on_device: Target, capturer: ReplayingCapturer, concurrency: int
+    llama: Target, on_device: Target, capturers: Capturers, concurrency: int
 ) -> None:
     options: dict[str, Any] = {"ends": ENDS, "max_running": concurrency}
     plain = texts(decode(llama, mixed_requests(), **options))
@@ -90,12 +90,12 @@ def test_the_device_writes_the_same_texts(
     drafter = guessing(mixed_requests(), plain)
     assert texts(decode(on_device, mixed_requests(), drafter=drafter, **options)) == plain
     assert drafter.num_calls > 0
-    assert capturer.num_captured > 0
+    assert capturers.num_captured > 0
 
 
 @pytest.mark.parametrize("member", MEMBERS)
 def test_drafts_that_stay_on_the_device_are_the_same(
-    llama: Target, on_device: Target, capturer: ReplayingCapturer, member: str
+    llama: Target, on_device: Target, capturers: Capturers, member: str
 ) -> None:
     requests = mixed_requests()
     _, expected = run(llama, requests, MEMBERS[member], max_running=4)
@@ -141,7 +141,7 @@ def ending_requests(whole: dict[RowKey, list[int]]) -> list[Request]:
 
 
 def test_texts_end_where_the_host_ends_them(
-    llama: Target, on_device: Target, capturer: ReplayingCapturer
+    llama: Target, on_device: Target, capturers: Capturers
 ) -> None:
     prompts = as_requests(random_prompts(6, seed=8), GREEDY)
     whole = texts(decode(llama, prompts))
@@ -177,7 +177,7 @@ def test_the_host_reads_no_logits_where_it_need_not(
 
 
 def test_what_is_kept_for_learning_is_the_same(
-    llama: Target, on_device: Target, capturer: ReplayingCapturer
+    llama: Target, on_device: Target, capturers: Capturers
 ) -> None:
     found: list[dict[RowKey, Trajectory]] = []
     for target in (llama, on_device):
@@ -197,7 +197,7 @@ def test_what_is_kept_for_learning_is_the_same(
         for name in ("features", "last_hidden"):
             mine, theirs = getattr(device[key], name), getattr(trajectory, name)
             torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
-    assert capturer.num_captured > 0
+    assert capturers.num_captured > 0
 
 
 def test_a_step_is_still_under_way_when_the_call_returns(on_device: Target) -> None:
@@ -312,13 +312,13 @@ def test_what_cannot_be_captured_runs_as_it_is(
 
 
 def test_states_that_are_wanted_late_are_in_no_graph_of_before(
-    on_device: Target, capturer: ReplayingCapturer
+    on_device: Target, capturers: Capturers
 ) -> None:
     target = Target.of(tiny_model("llama"), "watched later", kernels="torch")
     decoder, kept = Decoder(target, kv_tokens=4096, max_running=2), list[Trajectory]()
     for emit in (None, kept.append):
         if emit is not None:
-            assert capturer.num_captured > 0
+            assert capturers.num_captured > 0
             decoder.capture((1,), emit)
         for request in as_requests(random_prompts(2), GREEDY):
             decoder.add(request)

@@ -15,6 +15,7 @@ from adaflash_batch.engine.in_flight import (
     Entry,
     Flight,
     Item,
+    choice_blocks,
     learn_drafts,
     misfit,
     pack_items,
@@ -28,7 +29,8 @@ from adaflash_batch.engine.policy import NOTHING, WHOLE_BLOCKS, Chosen, Policy
 from adaflash_batch.engine.prefixes import page_keys
 from adaflash_batch.engine.pricing import Load, load_without_drafts
 from adaflash_batch.engine.profile import profile
-from adaflash_batch.engine.sampling import TokenHistory
+from adaflash_batch.engine.row_rules import is_left
+from adaflash_batch.engine.sampling import ChoiceBlock, TokenHistory
 from adaflash_batch.engine.scheduler import Scheduled
 from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
 from adaflash_batch.engine.sizes import Sizes
@@ -99,7 +101,7 @@ class Decoder:
         self._sizes = Sizes(max_running, token_budget, num_pages, self.context, reserve)
         sources = Sources(made, lookup, policy, self.cost)
         parts = parts_of(target, sources, self._sizes, clock)
-        self._passes, self._drafter, self._late_drafter = parts.placed
+        self._passes, self._drafter, self._late_drafter, self._ahead = parts.placed
         self._scheduler, self._table = parts.scheduler, parts.table
         self._keeping, self.speculator = parts.keeping, parts.speculator
 
@@ -143,7 +145,8 @@ class Decoder:
     def follow(self, newest: Callable[[], DrafterWeights | None]) -> None:
         """From now on draft with the weights that `newest` gives, where it gives some.
 
-        It is asked before every step: between drafting and verifying weights never change.
+        It is asked before every step. Between drafting and verifying weights never change: drafts
+        that were begun ahead are dropped where there are new ones.
         """
         assert self._drafter is not None, "nothing drafts here"
         self._newest = newest
@@ -221,23 +224,34 @@ class Decoder:
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """Advance every scheduled request once; return what is finished."""
+        weights = self._new_weights()
         if self._passes.runs_ahead:
             self._land()
-            self._launch()
-        else:
-            self._launch()
+        self._launch(weights)
+        if not self._passes.runs_ahead:
             self._land()
         finished, self._finished = self._finished, []
         return finished
 
-    def _launch(self) -> None:
-        self._adopt()
+    def _new_weights(self) -> DrafterWeights | None:
+        """Those that the drafter is to take, if there are some."""
+        weights = None if self._newest is None else self._newest()
+        if weights is not None and self._ahead is not None:
+            self._ahead.drop()  # they were drafted with the old ones
+        return weights
+
+    def _launch(self, weights: DrafterWeights | None) -> None:
+        if weights is not None:
+            self.speculator.adopt(weights)
+            # What running requests have of the old ones serves to their end, not that of others.
+            self._scheduler.prefixes.clear()
         began = self._clock()
         items = self._plan()
         assert items or not self._entries, "requests are left and none of them can move"
         if items:
-            packed = pack_items(items)
-            self._flight = Flight(items, packed, self._verify(items, packed), began)
+            packed, blocks = pack_items(items), choice_blocks(items, self.end_token_ids)
+            self._flight = Flight(items, packed, self._verify(items, packed, blocks), began)
+            self._draft_ahead(items, packed, blocks)
 
     def _land(self) -> None:
         flight, self._flight = self._flight, None
@@ -266,14 +280,6 @@ class Decoder:
         accepted = sum(item.num_accepted for item in drafting)
         self.speculator.pace.note_step(len(drafting), accepted)
 
-    def _adopt(self) -> None:
-        """Take new weights for the drafter, if there are some."""
-        weights = None if self._newest is None else self._newest()
-        if weights is not None:
-            self.speculator.adopt(weights)
-            # What running requests have of the old ones serves to their end, not that of others.
-            self._scheduler.prefixes.clear()
-
     def _plan(self) -> list[Item]:
         """Who takes part in the step, and with which drafts."""
         decoding = self._scheduler.plan_decoding(self.speculator.most)
@@ -300,12 +306,25 @@ class Decoder:
         num_choices = len(drafts) + 1 if is_complete else 0
         return Item(entry, scheduled, chosen, drafts, num_choices, scheduled.num_shareable)
 
-    def _verify(self, items: list[Item], packed: Packed) -> Pass:
+    def _verify(self, items: list[Item], packed: Packed, blocks: list[ChoiceBlock]) -> Pass:
         """One target forward; the target's choice behind every anchor and draft."""
         table = self._table.rows([item.scheduled.sequence for item in items])
-        blocks = [item.choice_block(self.end_token_ids) for item in items if item.num_choices]
         sources = ALL_KNOWN if self._late_drafter is None else sources_of(items, packed)
         return self._passes.begin(packed, table, blocks, sources)
+
+    def _draft_ahead(self, items: list[Item], packed: Packed, blocks: list[ChoiceBlock]) -> None:
+        """Draft for the next step, for those who were drafted for in this one."""
+        if self._ahead is None:
+            return
+        drafting = self.speculator.drafting
+        # Requests that decode come first, and all of them choose.
+        chosen = [
+            (segment, item)
+            for segment, (item, block) in enumerate(zip(items, blocks, strict=False))
+            if item.scheduled.sequence in drafting and item.may_go_on and not is_left(block)
+        ]
+        last = chosen[-1][0] if chosen else 0
+        self._ahead.begin(chosen, int(packed.start[last] + packed.length[last]))
 
     def _commit(self, items: list[Item], emissions: list[Emission]) -> list[int]:
         """Extend the texts. Returns for each item how many of its tokens are of use later."""

@@ -20,7 +20,7 @@ from adaflash_batch.engine.sampling import ChoiceBlock, decide
 from adaflash_batch.engine.sizes import Sizes
 from adaflash_batch.engine.step_buffers import Bucket, StepBuffers, StepInputs
 from adaflash_batch.engine.target import Seen, Target
-from adaflash_batch.kernels.accept import NUM_COUNTS, Rows, accept_beside
+from adaflash_batch.kernels.accept import NUM_COUNTS, Emitted, Rows, accept_beside
 from adaflash_batch.kernels.paged_attention import KVLayer
 
 
@@ -44,6 +44,8 @@ class DevicePasses:
 
     Attributes:
         drafted: int32 [M], where a drafter leaves what the host is to know with the choices.
+        emitted: by the last step, of requests in the order of its blocks.
+        inputs: what the target read in it.
         graphs: kept passes.
         marks: of the device.
     """
@@ -69,7 +71,8 @@ class DevicePasses:
         self.graphs: Graphs[_Outcome] = Graphs(capturer, max_bytes=graph_memory(self._device))
         self.marks: Marks = marks_of(self._device, clock)
         self._back = _WayBack(self._device, num_drafted, largest.num_rows, sizes.widest)
-        self.drafted = self._back.drafted
+        self.drafted, self.emitted = self._back.drafted, Emitted(self._back.emitted)
+        self.inputs: StepInputs | None = None
         self._accept = accept_beside(target.kernels.kind)
         self._logits: torch.Tensor | None = None
 
@@ -82,6 +85,7 @@ class DevicePasses:
         buffers = self._buffers if has_room else StepBuffers(self._device, bucket)
         began = self.marks.mark()
         inputs = buffers.fill(bucket, packed, table, sources, deciding(blocks) if blocks else None)
+        self.inputs = inputs
         if comes_again and has_room:
             key = (bucket, self._target.num_watched)
             outcome = self.graphs.run(key, lambda: self._run(inputs, keeps=True))

@@ -131,6 +131,12 @@ class Item:
         )
 
     @property
+    def may_go_on(self) -> bool:
+        """Whether there may be room for a draft behind what it emits."""
+        sequence = self.scheduled.sequence
+        return sequence.known + 2 < sequence.limit
+
+    @property
     def late_place(self) -> int | None:
         """Where the device has its drafts, if the host did not know them when they were chosen."""
         return None if self.chosen.guess is None else self.chosen.guess.place
@@ -150,6 +156,11 @@ class Flight:
     packed: Packed
     begun: Pass
     began: float
+
+
+def choice_blocks(items: Sequence[Item], end_ids: frozenset[int]) -> list[ChoiceBlock]:
+    """Of those that choose. The model's own ends are given."""
+    return [item.choice_block(end_ids) for item in items if item.num_choices]
 
 
 def learn_drafts(drafter: LateDrafter, flight: Flight) -> None:

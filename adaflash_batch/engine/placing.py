@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from adaflash_batch.engine.ahead import DraftsAhead
 from adaflash_batch.engine.cost import StepCost
 from adaflash_batch.engine.device_drafting import DeviceDrafter, LateDrafter
 from adaflash_batch.engine.device_passes import DevicePasses, device_capturer
@@ -23,11 +24,16 @@ from adaflash_batch.engine.target import Target
 
 
 class Placed(NamedTuple):
-    """A decoder's passes and drafter; `late` is the drafter where the host learns drafts late."""
+    """A decoder's passes and drafter.
+
+    late: the drafter where the host learns drafts late.
+    ahead: drafts begun before the host knows where.
+    """
 
     passes: Passes
     drafter: Drafter | None
     late: LateDrafter | None
+    ahead: DraftsAhead | None
 
 
 class Sources(NamedTuple):
@@ -51,13 +57,15 @@ class Parts(NamedTuple):
 
 def parts_of(target: Target, sources: Sources, sizes: Sizes, clock: Callable[[], float]) -> Parts:
     """Those of a decoder that has computed nothing yet."""
-    placed = place(target, sources.drafter, sizes, clock)
-    drafter, table = placed.drafter, PageTable(sizes.max_running, sizes.longest)
+    table = PageTable(sizes.max_running, sizes.longest)
+    placed = place(target, sources.drafter, sizes, table, clock)
+    drafter, ahead = placed.drafter, placed.ahead
     scheduler = Scheduler(
         PagePool(sizes.num_pages),
         max_running=sizes.max_running,
         token_budget=sizes.token_budget,
         reserve=sizes.reserve,
+        ahead=0 if ahead is None else sizes.reserve,
     )
     late = None if drafter is None else LateContext(drafter, table, target.upload)
     layers = () if drafter is None else drafter.tapped_layers
@@ -66,28 +74,36 @@ def parts_of(target: Target, sources: Sources, sizes: Sizes, clock: Callable[[],
         sources.policy,
         drafter=drafter,
         late=late,
+        ahead=ahead,
         lookup=sources.lookup,
         cost=sources.cost,
         table=table,
         clock=clock,
         times_drafts=placed.late is None,
     )
-    keeping = Keeping(target, scheduler.prefixes, late, layers)
+    keeping = Keeping(target, scheduler.prefixes, late, layers, ahead)
     return Parts(placed, scheduler, table, keeping, speculator)
 
 
 def place(
-    target: Target, drafter: Drafter | None, sizes: Sizes, clock: Callable[[], float]
+    target: Target,
+    drafter: Drafter | None,
+    sizes: Sizes,
+    table: PageTable,
+    clock: Callable[[], float],
 ) -> Placed:
     """The passes of a decoder and its drafter, which is given as it was made."""
     kv = target.new_kv(sizes.num_pages)
     if not target.kernels.takes_device_step:
-        return Placed(HostPasses(target, kv, clock), drafter, None)
+        return Placed(HostPasses(target, kv, clock), drafter, None, None)
     block = drafter.block_size if isinstance(drafter, BlockDrafter) else 1
+    # What is drafted for a step, and ahead of the next.
+    num_drafted = 2 * sizes.max_running * (block - 1)
     capturer = device_capturer(target.device)
-    num_drafted = sizes.max_running * (block - 1)
     passes = DevicePasses(target, kv, sizes, num_drafted, clock, capturer)
     if not isinstance(drafter, BlockDrafter):
-        return Placed(passes, drafter, None)
-    late = DeviceDrafter(drafter, sizes, passes.drafted, passes.marks, capturer)
-    return Placed(passes, late, late)
+        return Placed(passes, drafter, None, None)
+    # Its graphs run while what the target's left is still wanted: they share no memory with those.
+    own = device_capturer(target.device)
+    late = DeviceDrafter(drafter, sizes, passes.drafted, passes.emitted, passes.marks, own)
+    return Placed(passes, late, late, DraftsAhead(late, passes, target, table))

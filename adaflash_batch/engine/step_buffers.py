@@ -20,8 +20,6 @@ from adaflash_batch.kernels.page_size import PAGE
 
 # Numbers between the beginnings of two arrays are a multiple of this: 128 bytes.
 _ALIGNMENT = 32
-# Steps whose numbers may be on their way at once.
-_IN_FLIGHT = 2
 ALL_KNOWN: Int32 = np.empty(0, dtype=np.int32)
 """The `sources` of a step whose tokens the host knows."""
 
@@ -119,18 +117,19 @@ class StepInputs:
 
 
 class StepBuffers:
-    """One array on the device, and two pinned ones whence it is filled in turns.
+    """One array on the device, and pinned ones whence it is filled in turns.
 
     Args:
         device: where passes run.
         most: the largest bucket in every size; a larger one gets memory of its own size.
+        num_in_flight: the latter, of which so many may be on their way at once.
     """
 
-    def __init__(self, device: torch.device, most: Bucket) -> None:
+    def __init__(self, device: torch.device, most: Bucket, num_in_flight: int = 2) -> None:
         self._device_type = device.type
         size = _end(most)
         self._on_device = torch.zeros(size, dtype=torch.int32, device=device)
-        self._staged = [self._pinned(size) for _ in range(_IN_FLIGHT)]
+        self._staged = [self._pinned(size) for _ in range(num_in_flight)]
         self._turn = 0
         self._inputs: dict[Bucket, StepInputs] = {}
 
@@ -151,7 +150,8 @@ class StepBuffers:
     ) -> StepInputs:
         """Write a step and send it on its way; the host does not wait.
 
-        The step before the last must have been read by the device: its memory is used again.
+        What was filled `num_in_flight` calls ago must have been read by the device: its memory is
+        used again.
 
         Args:
             bucket: for which `holds` is true.
@@ -159,7 +159,7 @@ class StepBuffers:
             sources: see StepInputs.
             deciding: of up to D requests; None where there are none.
         """
-        end, self._turn = _end(bucket), (self._turn + 1) % _IN_FLIGHT
+        end, self._turn = _end(bucket), (self._turn + 1) % len(self._staged)
         staged = self._staged[self._turn]
         _write(staged.numpy()[:end], bucket, packed, table, sources, deciding)
         self._on_device[:end].copy_(staged[:end], non_blocking=True)

@@ -255,7 +255,7 @@ class Target:
 
         return keep
 
-    def tapped(self, layer_ids: tuple[int, ...], rows: torch.Tensor) -> torch.Tensor:
+    def tapped(self, layer_ids: tuple[int, ...], rows: torch.Tensor | slice) -> torch.Tensor:
         """What the last forward left at these layers: [rows, len(layer_ids) * H]."""
         states = [self._taps[layer_id].view(-1, self.hidden_size) for layer_id in layer_ids]
         return torch.cat([state[rows] for state in states], dim=-1)
