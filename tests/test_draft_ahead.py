@@ -32,7 +32,7 @@ from adaflash_batch.engine.scheduler import Scheduler
 from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
 from adaflash_batch.engine.step_buffers import Bucket, StepBuffers
 from adaflash_batch.engine.target import Target
-from adaflash_batch.exchange import DrafterWeights
+from adaflash_batch.exchange import DrafterWeights, Trajectory
 from adaflash_batch.kernels.accept import Emitted
 from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.request import Completion, Request, RowKey, Sampling
@@ -198,6 +198,29 @@ def test_what_is_drafted_ahead_is_what_is_drafted_later(
     # A request's first block cannot be ahead, nor one with new weights.
     assert calls.now <= len(requests) + 4 * len(adopts_at)
     assert calls.ahead > 2 * calls.now
+
+
+def test_states_that_are_kept_for_learning_are_the_target_s(
+    llama: Target, on_device: Target, calls: Calls
+) -> None:
+    """The drafter has gone through the lm_head before they are taken."""
+    found: list[dict[RowKey, Trajectory]] = []
+    for target in (llama, on_device):
+        kept: dict[RowKey, Trajectory] = {}
+        decoder, _ = run(target, [], max_running=3)
+        decoder.capture((0, 2), lambda each, kept=kept: kept.update({each.key: each}))  # type: ignore[misc]
+        for request in as_requests(random_prompts(4, seed=5), GREEDY):
+            decoder.add(request)
+        while decoder.has_work:
+            decoder.step()
+        found.append(kept)
+    assert calls.ahead > 0
+    host, device = found
+    for key, trajectory in host.items():
+        assert trajectory.token_ids.tolist() == device[key].token_ids.tolist()
+        for name in ("features", "last_hidden"):
+            mine, theirs = getattr(device[key], name), getattr(trajectory, name)
+            torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
 
 
 def test_the_next_draft_begins_before_the_host_knows_the_step(

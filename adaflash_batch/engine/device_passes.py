@@ -113,8 +113,8 @@ class DevicePasses:
         if len(self.drafted):
             known = inputs.sources < 0
             ids = torch.where(known, ids, self.drafted[inputs.sources.clamp(min=0)])
-        rows = inputs.rows.long()
-        logits = self._target.run(ids.long(), inputs.positions.long(), inputs.step, self._kv, rows)
+        ids, rows = ids.long(), inputs.rows.long()
+        logits = self._target.run(ids, inputs.positions.long(), inputs.step, self._kv, rows)
         if len(inputs.first):
             self._decide(logits, ids[(rows + 1).clamp(max=len(ids) - 1)], inputs)
         if keeps:

@@ -121,10 +121,7 @@ class Scheduler:
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
         if not decoding:
             return []
-        budget = self._token_budget
-        if len(decoding) < len(self.running) or self._can_admit():
-            # An eighth stays free for prefill: a full batch would starve those that come next.
-            budget = max(budget - budget // 8, 1)
+        budget = self._budget_of(len(decoding))
         width = max(0, min(width, budget // len(decoding) - 1))
         planned: list[Scheduled] = []
         for sequence in decoding[:budget]:
@@ -139,6 +136,13 @@ class Scheduler:
             planned.append(Scheduled(sequence, 1, max(0, min(width, room))))
         # One that was planned may have been preempted for a later one.
         return [item for item in planned if item.sequence.slot >= 0]
+
+    def _budget_of(self, num_decoding: int) -> int:
+        budget = self._token_budget
+        if num_decoding == len(self.running) and not self._can_admit():
+            return budget
+        # An eighth stays free for prefill: a full batch would starve those that come next.
+        return max(budget - budget // 8, 1)
 
     def prefill_ahead(self, num_taken: int) -> int:
         """Tokens of prompts, about, that `plan_prefill` would plan."""

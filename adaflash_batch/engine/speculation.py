@@ -78,23 +78,21 @@ class Speculator:
         clock: Callable[[], float],
         times_drafts: bool = True,
     ) -> None:
-        self.num_plain = 0
+        self.num_plain = self._steps_since_plain = 0
+        self._left_alone = self._num_left_alone = 0
         self._times_drafts = times_drafts
         self.calibration = {"block": Calibration(), "lookup": Calibration()}
-        self._policy, self._drafter, self._late, self._lookup = policy, drafter, late, lookup
-        self._ahead = ahead
+        self._policy, self._lookup = policy, lookup
+        self._drafter, self._late, self._ahead = drafter, late, ahead
         self.drafting: frozenset[ScheduledSequence] = frozenset()
         self._cost, self._table, self._clock = cost, table, clock
         self._correction = Correction()
         self._num_drafts = 0 if drafter is None else drafter.block_size - 1
         self.blocks = AcceptanceHistory(self._num_drafts)
         self._prices = StepPrices(cost, Load(1, 1, 1, 1))
-        self._token_price = 0.0
         self._foresight = Foresight()
-        self._left_alone = self._num_left_alone = 0
-        self._steps_since_plain = 0
         self._probes_s = 0.0  # seconds that probes may take
-        self._draft_s = 0.0
+        self._token_price = self._draft_s = 0.0
         self.pace = Pace()
 
     @property

@@ -350,7 +350,9 @@ class Target:
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """The output layer: [.., H] to [.., V], without the model's final soft cap."""
+        kept = self._head_input  # of the last forward, whatever is computed since
         logits: torch.Tensor = self._model.get_output_embeddings()(hidden)
+        self._head_input = kept
         return logits
 
     def head_of(self, token_ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
