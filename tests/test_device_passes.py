@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from tiny import as_requests, decode, guessing, random_prompts, replaying, texts
 from adaflash_batch.drafter.config import DrafterConfig
 from adaflash_batch.engine import device_passes, placing
 from adaflash_batch.engine.accept import Emission
+from adaflash_batch.engine.assembly import DecoderPlan, build_decoder
 from adaflash_batch.engine.buckets import MOST_TOKENS, Buckets, pages_of, tokens_of
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.engine.device_drafting import DeviceDrafter
@@ -108,7 +110,7 @@ def test_drafts_that_stay_on_the_device_are_the_same(
     drafter, passes = decoder._drafter, decoder._passes
     assert isinstance(drafter, DeviceDrafter)
     assert isinstance(passes, DevicePasses)
-    assert drafter._graphs.num_replays > 0
+    assert drafter.graphs.num_replays > 0
     assert passes.graphs.num_replays > 0
 
 
@@ -276,7 +278,7 @@ def test_prefill_and_large_steps_come_in_their_own_size() -> None:
 
 def test_graphs_are_made_the_second_time_and_not_without_room() -> None:
     capturer, runs = ReplayingCapturer(), []
-    graphs: Graphs[tuple[torch.Tensor]] = Graphs(capturer, most=2, max_bytes=100)
+    graphs: Graphs[tuple[torch.Tensor]] = Graphs("passes", capturer, most=2, max_bytes=100)
 
     def work() -> tuple[torch.Tensor]:
         runs.append(1)
@@ -299,7 +301,11 @@ def test_what_cannot_be_captured_runs_as_it_is(
     llama: Target, on_device: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placing, "device_capturer", lambda device: RefusingCapturer())
-    decoder = Decoder(on_device, kv_tokens=4096, end_token_ids=ENDS)
+    monkeypatch.setattr(Target, "load", lambda *folder, **options: on_device)
+    said: list[str] = []
+    plan = DecoderPlan(Path("model"), "model", kv_bytes=2**22, context=64)
+    decoder = build_decoder(plan, notify=said.append)
+    decoder.end_token_ids = ENDS
     for request in mixed_requests():
         decoder.add(request)
     done: dict[RowKey, Completion] = {}
@@ -309,6 +315,26 @@ def test_what_cannot_be_captured_runs_as_it_is(
     passes = decoder._passes
     assert isinstance(passes, DevicePasses)
     assert passes.graphs.failure == "operation not permitted when stream is capturing"
+    (line,) = [line for line in said if "CUDA graphs" in line]
+    assert line.startswith("the target's passes run slower")
+    assert line.endswith(passes.graphs.failure)
+
+
+def test_a_drafter_whose_passes_cannot_be_captured_says_so(
+    on_device: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placing, "device_capturer", lambda device: RefusingCapturer())
+    decoder, _ = run(on_device, [], DFLASH)
+    said: list[str] = []
+    decoder.tell_of_trouble(said.append)
+    for request in mixed_requests():
+        decoder.add(request)
+    while decoder.has_work:
+        decoder.step()
+    assert sorted(line.partition(" run")[0] for line in said) == [
+        "the drafter's passes",
+        "the target's passes",
+    ]
 
 
 def test_states_that_are_wanted_late_are_in_no_graph_of_before(

@@ -101,7 +101,7 @@ class Decoder:
         self._sizes = Sizes(max_running, token_budget, num_pages, self.context, reserve)
         sources = Sources(made, lookup, policy, self.cost)
         parts = parts_of(target, sources, self._sizes, clock)
-        self._passes, self._drafter, self._late_drafter, self._ahead = parts.placed
+        self._passes, self._drafter, self._late_drafter, self._ahead, self._graphs = parts.placed
         self._scheduler, self._table = parts.scheduler, parts.table
         self._keeping, self.speculator = parts.keeping, parts.speculator
 
@@ -125,6 +125,11 @@ class Decoder:
         self._keeping.capture = Capture(
             self._target, layer_ids, emit, wanted, num_pages, keeps_all=keeps_all
         )
+
+    def tell_of_trouble(self, notify: Callable[[str], None]) -> None:
+        """From now on say it to people, once, where passes are slower than they should be."""
+        for graphs in self._graphs:
+            graphs.notify = notify
 
     def profile(self) -> None:
         """Measure what steps take, before the first request."""

@@ -111,6 +111,9 @@ class DeviceDrafter:
         marks: of the device.
         capturer: of graphs, which are replayed while the target's results are still wanted: none
             that the target's graphs share memory with. None makes none.
+
+    Attributes:
+        graphs: kept passes.
     """
 
     def __init__(
@@ -127,8 +130,8 @@ class DeviceDrafter:
         self._blocks, self._sizes = blocks, sizes
         self._drafted, self._emitted, self._marks = drafted, emitted, marks
         self._is_late = not blocks.config.length_head and not blocks.config.enable_confidence_head
-        self._graphs: Graphs[Proposal] = Graphs(
-            capturer, max_bytes=graph_memory(blocks.target.device)
+        self.graphs: Graphs[Proposal] = Graphs(
+            "the drafter's passes", capturer, max_bytes=graph_memory(blocks.target.device)
         )
         # A step's own drafts and those ahead of the next; the step before may not have landed.
         largest = self._bucket(sizes.max_running, sizes.max_pages)
@@ -171,7 +174,7 @@ class DeviceDrafter:
     def _begin(self, batch: DraftBatch, bucket: Bucket, inputs: StepInputs, begins: int) -> Made:
         """Launch the pass; drafts that stay are left from place `begins` on."""
         began, num_requests = self._marks.mark(), len(batch.anchors)
-        proposal = self._graphs.run(bucket, lambda: self._run(inputs))
+        proposal = self.graphs.run(bucket, lambda: self._run(inputs))
         if not self._is_late:
             said = Said.by(proposal, num_requests)
             return Made(num_requests, began, self._marks.mark(), None, said)

@@ -68,7 +68,9 @@ class DevicePasses:
         self._buffers = StepBuffers(
             self._device, largest._replace(num_deciding=sizes.max_running, num_ends=MOST_ENDS)
         )
-        self.graphs: Graphs[_Outcome] = Graphs(capturer, max_bytes=graph_memory(self._device))
+        self.graphs: Graphs[_Outcome] = Graphs(
+            "the target's passes", capturer, max_bytes=graph_memory(self._device)
+        )
         self.marks: Marks = marks_of(self._device, clock)
         self._back = _WayBack(self._device, num_drafted, largest.num_rows, sizes.widest)
         self.drafted, self.emitted = self._back.drafted, Emitted(self._back.emitted)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from adaflash_batch.engine.ahead import DraftsAhead
 from adaflash_batch.engine.cost import StepCost
 from adaflash_batch.engine.device_drafting import DeviceDrafter, LateDrafter
 from adaflash_batch.engine.device_passes import DevicePasses, device_capturer
 from adaflash_batch.engine.drafting import BlockDrafter, Drafter
+from adaflash_batch.engine.graphs import Graphs
 from adaflash_batch.engine.keeping import Keeping
 from adaflash_batch.engine.late_context import LateContext
 from adaflash_batch.engine.lookup import Lookup
@@ -28,12 +29,14 @@ class Placed(NamedTuple):
 
     late: the drafter where the host learns drafts late.
     ahead: drafts begun before the host knows where.
+    graphs: kept passes; none where there are no such.
     """
 
     passes: Passes
     drafter: Drafter | None
     late: LateDrafter | None
     ahead: DraftsAhead | None
+    graphs: tuple[Graphs[Any], ...] = ()
 
 
 class Sources(NamedTuple):
@@ -102,8 +105,9 @@ def place(
     capturer = device_capturer(target.device)
     passes = DevicePasses(target, kv, sizes, num_drafted, clock, capturer)
     if not isinstance(drafter, BlockDrafter):
-        return Placed(passes, drafter, None, None)
+        return Placed(passes, drafter, None, None, (passes.graphs,))
     # Its graphs run while what the target's left is still wanted: they share no memory with those.
     own = device_capturer(target.device)
     late = DeviceDrafter(drafter, sizes, passes.drafted, passes.emitted, passes.marks, own)
-    return Placed(passes, late, late, DraftsAhead(late, passes, target, table))
+    ahead = DraftsAhead(late, passes, target, table)
+    return Placed(passes, late, late, ahead, (passes.graphs, late.graphs))
