@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafters import DFLASH, DFLASH2, DSPARK, net_of
+from drafters import DFLASH, net_of
+from knowing import ENDS, MEMBERS
 from replaying import Capturers, ReplayingCapturer
 from tiny import as_requests, decode, guessing, random_prompts, replaying, texts, tiny_model
 
@@ -34,13 +35,6 @@ GREEDY = Sampling(max_new_tokens=12)
 SAMPLED = Sampling(max_new_tokens=12, temperature=0.8, top_p=0.9, seed=7)
 PENALISED = Sampling(max_new_tokens=12, repetition_penalty=1.3, min_new_tokens=5)
 MIXED = [GREEDY, SAMPLED, PENALISED, Sampling(max_new_tokens=3), SAMPLED, GREEDY]
-ENDS = frozenset([2])
-HAZARD = dataclasses.replace(DFLASH, length_head="hazard", length_head_width=8)
-SCALAR = dataclasses.replace(DFLASH, length_head="adaflash", length_head_width=8)
-MEMBERS = {
-    **{"dflash": DFLASH, "dspark": DSPARK, "dflash2": DFLASH2},
-    **{"hazard": HAZARD, "scalar": SCALAR},
-}
 
 
 @pytest.fixture(scope="module")
