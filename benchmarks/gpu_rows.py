@@ -14,9 +14,7 @@ import torch
 import torch.nn.functional as F
 from gpu_notes import Notes, floor_s, timed
 
-from adaflash_batch.engine.row_rules import choose_rows
-from adaflash_batch.engine.sampling import ChoiceBlock
-from adaflash_batch.engine.upload import upload_to
+from adaflash_batch.kernels.accept import Choosing, Rows, Rules, accept_beside, rules_of
 from adaflash_batch.kernels.elementwise import add_rms_norm_reference
 from adaflash_batch.kernels.row_operations import triton_linear, triton_rows
 from adaflash_batch.request import Sampling
@@ -64,9 +62,13 @@ def _choice(
 ) -> dict[str, Any]:
     """One row of every request: its logits are read once."""
     logits = _normal(rows, vocabulary, device=device, dtype=dtype)
-    blocks = [ChoiceBlock(sampling, None, (), (row, 0), 9) for row in range(rows)]
-    upload = upload_to(device)
-    ours = timed(lambda: choose_rows(logits, blocks, upload), device)
+    choosing = [Choosing(sampling, (row, 0), 9, room=9, ends=(2,)) for row in range(rows)]
+    rules = rules_of(choosing)
+    placed = Rules(rules.floats.to(device), rules.integers.to(device))
+    each = torch.arange(rows, dtype=torch.int32, device=device)
+    of_rows = Rows(each, torch.ones_like(each), each, torch.zeros_like(each), most=1)
+    accept = accept_beside("triton" if device.type == "cuda" else "torch")
+    ours = timed(lambda: accept(logits, of_rows, placed), device)
     theirs = timed(lambda: logits.float().softmax(-1).cumsum(-1), device)
     argmax = timed(lambda: logits.argmax(-1), device)
     return figures(ours, argmax if sampling.is_greedy else theirs, logits.nbytes)

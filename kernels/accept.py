@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,9 +25,8 @@ GOES_ON, STOP, LENGTH, UNSOUND = 0, 1, 2, 3
 
 NUM_FLOATS, NUM_INTEGERS, NUM_COUNTS = 4, 6, 4
 _NO_TOKEN = -1
-
-POSITION = 4
-"""Column of Rules.integers."""
+NOBODY = -1
+"""In Rows.request: the row is padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,28 +136,35 @@ class Emitted:
         return self.numbers[:, NUM_COUNTS:]
 
 
-def accept(
-    logits: torch.Tensor, rows: Rows, rules: Rules, uniforms: torch.Tensor | None = None
-) -> Emitted:
-    """Choose, accept and cut.
+class Accept(Protocol):
+    """Chooses, accepts and cuts."""
 
-    Args:
-        logits: [R, V] in any float type, rows contiguous; not written to.
-        rows: whose they are.
-        rules: their requests'.
-        uniforms: float64 [R] in (0, 1), instead of the keyed ones.
-    """
-    if logits.device.type == "cpu":
-        return accept_reference(logits, rows, rules, uniforms)
+    def __call__(
+        self, logits: torch.Tensor, rows: Rows, rules: Rules, uniforms: torch.Tensor | None = None
+    ) -> Emitted:
+        """What a step emits.
+
+        Args:
+            logits: [R, V] in any float type, rows contiguous; not written to.
+            rows: whose they are.
+            rules: their requests'.
+            uniforms: float64 [R] in (0, 1), instead of the keyed ones.
+        """
+
+
+def accept_beside(kind: str) -> Accept:
+    """The form that runs where attention is of this kind: Triton's beside Triton's."""
+    if kind != "triton":
+        return accept_reference
     from adaflash_batch.kernels import triton_accept
 
-    return triton_accept.accept(logits, rows, rules, uniforms)
+    return triton_accept.accept
 
 
 def accept_reference(
     logits: torch.Tensor, rows: Rows, rules: Rules, uniforms: torch.Tensor | None = None
 ) -> Emitted:
-    """`accept` in PyTorch, on any device."""
+    """See Accept. In PyTorch, on any device; it reads everything back to the host."""
     highest, choices = logits.max(dim=-1)  # NaN wins, so it shows
     sound = highest.isfinite()
     numbers = torch.zeros(len(rows.count), NUM_COUNTS + rows.most, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""`accept` in one launch.
+"""`Accept` in one launch.
 
 Several programs read a row for its largest logit; the one that comes last goes on alone. Of the
 rows of a request, again, the one that is ready last settles what is emitted.
@@ -33,7 +33,7 @@ _NONE = tl.constexpr(0x7FFFFFFF)
 def accept(
     logits: torch.Tensor, rows: Rows, rules: Rules, uniforms: torch.Tensor | None = None
 ) -> Emitted:
-    """See accept.accept; nothing waits for the device."""
+    """See accept.Accept; nothing waits for the device."""
     num_rows, vocabulary = logits.shape
     num_requests, num_ends = rules.ends.shape
     assert logits.stride(1) == 1

@@ -10,14 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaflash_batch.engine.accept import emitted_tokens
-from adaflash_batch.engine.sampling import ChoiceBlock, choose
+from adaflash_batch.engine.sampling import ChoiceBlock, decide
 from adaflash_batch.kernels import accept as words
 from adaflash_batch.kernels.accept import (
     Choosing,
     Rows,
     Rules,
-    accept,
+    accept_beside,
     accept_reference,
     rules_of,
 )
@@ -64,19 +63,16 @@ class Case:
     def _decide(self, numbers: list[int], request: Choosing, first: int, count: int) -> None:
         drafts = self.rows.drafts[first : first + count - 1].tolist()
         block = ChoiceBlock(request.sampling, None, drafts, request.key, request.position)
-        choices, sound = choose(self.logits[first : first + count], [block])
-        emitted = emitted_tokens(drafts, choices)
-        if not all(sound[: len(emitted)]):
+        ends = frozenset(request.ends)
+        block = dataclasses.replace(block, end_ids=ends, room=request.room)
+        (found,) = decide(self.logits[first : first + count], [block])
+        if not found.is_sound:
             numbers[2] = words.UNSOUND
             return
-        accepted, cut = len(emitted) - 1, emitted[: request.room]
-        ends = [i for i, token in enumerate(cut) if token in request.ends]
-        if ends:
-            cut, numbers[2] = cut[: ends[0] + 1], words.STOP
-        elif len(cut) >= request.room:
-            numbers[2] = words.LENGTH
-        numbers[:2], numbers[3] = [len(cut), min(accepted, len(cut))], cut[-1]
-        numbers[words.NUM_COUNTS : words.NUM_COUNTS + len(cut)] = cut
+        reasons = {"stop": words.STOP, "length": words.LENGTH, None: words.GOES_ON}
+        count, reason = len(found.tokens), reasons[found.reason]
+        numbers[:4] = [count, found.accepted, reason, found.tokens[-1]]
+        numbers[words.NUM_COUNTS : words.NUM_COUNTS + count] = found.tokens
 
 
 def make_case(
@@ -212,9 +208,10 @@ def test_every_number_of_parts_finds_the_same(monkeypatch: pytest.MonkeyPatch) -
         check(case)
 
 
-def test_tensors_on_the_host_take_the_reference() -> None:
+def test_each_form_runs_beside_its_kind_of_attention() -> None:
     case = make_case([request_of(SAMPLINGS[2])], [2])
-    found = accept(case.logits, case.rows, case.rules)
+    assert accept_beside("triton") is triton_accept.accept
+    found = accept_beside("torch")(case.logits, case.rows, case.rules)
     assert found.numbers.tolist() == case.by_engine()
     assert found.last.tolist() == [found.tokens[0, int(found.count[0]) - 1]]
     assert found.accepted.tolist() == [int(found.count[0]) - 1]

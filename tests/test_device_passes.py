@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from drafters import DFLASH, DFLASH2, DSPARK, net_of
-from replaying import ReplayingCapturer
-from tiny import as_requests, decode, guessing, random_prompts, texts, tiny_model
+from drafters import DFLASH, net_of
+from knowing import ENDS, MEMBERS
+from replaying import Capturers, ReplayingCapturer
+from tiny import as_requests, decode, guessing, random_prompts, replaying, texts, tiny_model
 
 from adaflash_batch.drafter.config import DrafterConfig
-from adaflash_batch.engine import placing
+from adaflash_batch.engine import device_passes, placing
+from adaflash_batch.engine.accept import Emission
+from adaflash_batch.engine.assembly import DecoderPlan, build_decoder
 from adaflash_batch.engine.buckets import MOST_TOKENS, Buckets, pages_of, tokens_of
 from adaflash_batch.engine.decoder import Decoder
 from adaflash_batch.engine.device_drafting import DeviceDrafter
@@ -21,6 +25,7 @@ from adaflash_batch.engine.device_passes import DevicePasses
 from adaflash_batch.engine.drafting import BlockDrafter
 from adaflash_batch.engine.graphs import Graphs
 from adaflash_batch.engine.packing import pack
+from adaflash_batch.engine.sampling import decide
 from adaflash_batch.engine.step_buffers import Bucket, StepBuffers, exact_bucket
 from adaflash_batch.engine.target import Target
 from adaflash_batch.exchange import DrafterWeights, Trajectory
@@ -30,13 +35,6 @@ GREEDY = Sampling(max_new_tokens=12)
 SAMPLED = Sampling(max_new_tokens=12, temperature=0.8, top_p=0.9, seed=7)
 PENALISED = Sampling(max_new_tokens=12, repetition_penalty=1.3, min_new_tokens=5)
 MIXED = [GREEDY, SAMPLED, PENALISED, Sampling(max_new_tokens=3), SAMPLED, GREEDY]
-ENDS = frozenset([2])
-HAZARD = dataclasses.replace(DFLASH, length_head="hazard", length_head_width=8)
-SCALAR = dataclasses.replace(DFLASH, length_head="adaflash", length_head_width=8)
-MEMBERS = {
-    **{"dflash": DFLASH, "dspark": DSPARK, "dflash2": DFLASH2},
-    **{"hazard": HAZARD, "scalar": SCALAR},
-}
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +43,10 @@ def on_device() -> Target:
 
 
 @pytest.fixture
-def capturer(monkeypatch: pytest.MonkeyPatch) -> ReplayingCapturer:
-    """Makes graphs for decoders that are made from now on."""
-    made = ReplayingCapturer()
-    monkeypatch.setattr(placing, "device_capturer", lambda device: made)
+def capturers(monkeypatch: pytest.MonkeyPatch) -> Capturers:
+    """Make graphs for decoders that are made from now on."""
+    made = Capturers()
+    monkeypatch.setattr(placing, "device_capturer", made)
     return made
 
 
@@ -80,7 +78,7 @@ def run(
 
 @pytest.mark.parametrize("concurrency", [1, 4])
 def test_the_device_writes_the_same_texts(
-    llama: Target, on_device: Target, capturer: ReplayingCapturer, concurrency: int
+    llama: Target, on_device: Target, capturers: Capturers, concurrency: int
 ) -> None:
     options: dict[str, Any] = {"ends": ENDS, "max_running": concurrency}
     plain = texts(decode(llama, mixed_requests(), **options))
@@ -88,12 +86,12 @@ def test_the_device_writes_the_same_texts(
     drafter = guessing(mixed_requests(), plain)
     assert texts(decode(on_device, mixed_requests(), drafter=drafter, **options)) == plain
     assert drafter.num_calls > 0
-    assert capturer.num_captured > 0
+    assert capturers.num_captured > 0
 
 
 @pytest.mark.parametrize("member", MEMBERS)
 def test_drafts_that_stay_on_the_device_are_the_same(
-    llama: Target, on_device: Target, capturer: ReplayingCapturer, member: str
+    llama: Target, on_device: Target, capturers: Capturers, member: str
 ) -> None:
     requests = mixed_requests()
     _, expected = run(llama, requests, MEMBERS[member], max_running=4)
@@ -106,12 +104,76 @@ def test_drafts_that_stay_on_the_device_are_the_same(
     drafter, passes = decoder._drafter, decoder._passes
     assert isinstance(drafter, DeviceDrafter)
     assert isinstance(passes, DevicePasses)
-    assert drafter._graphs.num_replays > 0
+    assert drafter.graphs.num_replays > 0
     assert passes.graphs.num_replays > 0
 
 
+class WatchesFor:
+    """Says stop behind a token, as a stop string would."""
+
+    def __init__(self, token_id: int) -> None:
+        self._token_id = token_id
+
+    def feed(self, token_id: int) -> bool:
+        return token_id == self._token_id
+
+
+def ending_requests(whole: dict[RowKey, list[int]]) -> list[Request]:
+    """Of texts that are known: one ends by each rule, in the middle of a step."""
+    greedy, sampled = Sampling(max_new_tokens=12), SAMPLED
+    ways: list[tuple[Sampling, int | None]] = [
+        (dataclasses.replace(greedy, stop_token_ids=(whole[RowKey(0, 0, 0)][6],)), None),
+        (dataclasses.replace(greedy, stop_token_ids=tuple(range(40, 90))), None),
+        (dataclasses.replace(greedy, max_new_tokens=7), None),
+        (greedy, whole[RowKey(0, 3, 0)][6]),
+        (dataclasses.replace(sampled, max_new_tokens=6), None),
+        (dataclasses.replace(greedy, ignore_eos=True), whole[RowKey(0, 5, 0)][0]),
+    ]
+    requests = as_requests(random_prompts(6, seed=8), [sampling for sampling, _ in ways])
+    return [
+        request if stop is None else dataclasses.replace(request, stop_watch=WatchesFor(stop))
+        for request, (_, stop) in zip(requests, ways, strict=True)
+    ]
+
+
+def test_texts_end_where_the_host_ends_them(
+    llama: Target, on_device: Target, capturers: Capturers
+) -> None:
+    prompts = as_requests(random_prompts(6, seed=8), GREEDY)
+    whole = texts(decode(llama, prompts))
+    found = []
+    for target in (llama, on_device):
+        perfect = replaying(prompts, {key: [*text, *text] for key, text in whole.items()})
+        found.append(decode(target, ending_requests(whole), drafter=perfect, ends=ENDS))
+    host, device = found
+    assert texts(device) == texts(host)
+    assert {each.finish_reason for each in host.values()} == {"stop", "length"}
+    for key, completion in host.items():
+        assert device[key].finish_reason == completion.finish_reason
+        assert device[key].counts == completion.counts
+    assert max(len(each.counts.accepted_hist) for each in host.values()) > 3
+
+
+def test_the_host_reads_no_logits_where_it_need_not(
+    llama: Target, on_device: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does where they depend on the text, and where very many tokens end it."""
+    many_ends = dataclasses.replace(GREEDY, stop_token_ids=tuple(range(50, 97)))
+    requests = as_requests(random_prompts(7, seed=5), [*MIXED, many_ends])
+    expected = texts(decode(llama, requests, ends=ENDS))
+    read: list[Sampling] = []
+
+    def reads(logits: torch.Tensor, blocks: Any) -> list[Emission]:
+        read.extend(block.sampling for block in blocks)
+        return decide(logits, blocks)
+
+    monkeypatch.setattr(device_passes, "decide", reads)
+    assert texts(decode(on_device, requests, ends=ENDS)) == expected
+    assert set(read) == {PENALISED, many_ends}
+
+
 def test_what_is_kept_for_learning_is_the_same(
-    llama: Target, on_device: Target, capturer: ReplayingCapturer
+    llama: Target, on_device: Target, capturers: Capturers
 ) -> None:
     found: list[dict[RowKey, Trajectory]] = []
     for target in (llama, on_device):
@@ -131,7 +193,7 @@ def test_what_is_kept_for_learning_is_the_same(
         for name in ("features", "last_hidden"):
             mine, theirs = getattr(device[key], name), getattr(trajectory, name)
             torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
-    assert capturer.num_captured > 0
+    assert capturers.num_captured > 0
 
 
 def test_a_step_is_still_under_way_when_the_call_returns(on_device: Target) -> None:
@@ -210,7 +272,7 @@ def test_prefill_and_large_steps_come_in_their_own_size() -> None:
 
 def test_graphs_are_made_the_second_time_and_not_without_room() -> None:
     capturer, runs = ReplayingCapturer(), []
-    graphs: Graphs[tuple[torch.Tensor]] = Graphs(capturer, most=2, max_bytes=100)
+    graphs: Graphs[tuple[torch.Tensor]] = Graphs("passes", capturer, most=2, max_bytes=100)
 
     def work() -> tuple[torch.Tensor]:
         runs.append(1)
@@ -233,7 +295,11 @@ def test_what_cannot_be_captured_runs_as_it_is(
     llama: Target, on_device: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placing, "device_capturer", lambda device: RefusingCapturer())
-    decoder = Decoder(on_device, kv_tokens=4096, end_token_ids=ENDS)
+    monkeypatch.setattr(Target, "load", lambda *folder, **options: on_device)
+    said: list[str] = []
+    plan = DecoderPlan(Path("model"), "model", kv_bytes=2**22, context=64)
+    decoder = build_decoder(plan, notify=said.append)
+    decoder.end_token_ids = ENDS
     for request in mixed_requests():
         decoder.add(request)
     done: dict[RowKey, Completion] = {}
@@ -243,16 +309,36 @@ def test_what_cannot_be_captured_runs_as_it_is(
     passes = decoder._passes
     assert isinstance(passes, DevicePasses)
     assert passes.graphs.failure == "operation not permitted when stream is capturing"
+    (line,) = [line for line in said if "CUDA graphs" in line]
+    assert line.startswith("the target's passes run slower")
+    assert line.endswith(passes.graphs.failure)
+
+
+def test_a_drafter_whose_passes_cannot_be_captured_says_so(
+    on_device: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placing, "device_capturer", lambda device: RefusingCapturer())
+    decoder, _ = run(on_device, [], DFLASH)
+    said: list[str] = []
+    decoder.tell_of_trouble(said.append)
+    for request in mixed_requests():
+        decoder.add(request)
+    while decoder.has_work:
+        decoder.step()
+    assert sorted(line.partition(" run")[0] for line in said) == [
+        "the drafter's passes",
+        "the target's passes",
+    ]
 
 
 def test_states_that_are_wanted_late_are_in_no_graph_of_before(
-    on_device: Target, capturer: ReplayingCapturer
+    on_device: Target, capturers: Capturers
 ) -> None:
     target = Target.of(tiny_model("llama"), "watched later", kernels="torch")
     decoder, kept = Decoder(target, kv_tokens=4096, max_running=2), list[Trajectory]()
     for emit in (None, kept.append):
         if emit is not None:
-            assert capturer.num_captured > 0
+            assert capturers.num_captured > 0
             decoder.capture((1,), emit)
         for request in as_requests(random_prompts(2), GREEDY):
             decoder.add(request)

@@ -6,15 +6,18 @@ Run with -m gpu and TRITON_INTERPRET=0; .ci/gpu.sh does.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from drafters import DFLASH, DFLASH2, DSPARK, net_of
+from knowing import count_calls
 from test_lossless import MIXED, PENALISED, SAMPLED
 from tiny import ARCHITECTURES, as_requests, decode, guessing, random_prompts, texts, tiny_model
 
 from adaflash_batch.engine.decoder import Decoder
+from adaflash_batch.engine.device_drafting import DeviceDrafter
 from adaflash_batch.engine.device_passes import DevicePasses
 from adaflash_batch.engine.drafting import BlockDrafter
 from adaflash_batch.engine.target import Target
@@ -84,7 +87,10 @@ def run(target: Target, requests: list[Request], decoder: Decoder) -> dict[RowKe
 
 
 @pytest.mark.parametrize("config", [DFLASH, DSPARK, DFLASH2, HAZARD])
-def test_real_drafters_and_new_weights_change_no_text(gpu_llama: Target, config: Any) -> None:
+def test_real_drafters_and_new_weights_change_no_text(
+    gpu_llama: Target, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = count_calls(monkeypatch)
     requests = as_requests(random_prompts(8, seed=1), GREEDY)
     plain = texts(decode(gpu_llama, requests, ends=ENDS))
     decoder = Decoder(
@@ -98,17 +104,23 @@ def test_real_drafters_and_new_weights_change_no_text(gpu_llama: Target, config:
     decoder.follow(lambda: coming.pop(0) if coming else None)
     assert texts(run(gpu_llama, requests, decoder)) == plain
     assert decoder.drafter_version == 9
-    passes = decoder._passes
+    assert calls.ahead > calls.now
+    passes, drafter = decoder._passes, decoder._drafter
     assert isinstance(passes, DevicePasses)
-    assert passes.graphs.failure is None
-    assert passes.graphs.num_replays > 0
+    assert isinstance(drafter, DeviceDrafter)
+    for graphs in (passes.graphs, drafter.graphs):
+        assert graphs.failure is None
+        assert graphs.num_replays > 0
 
 
 def test_states_that_leave_are_those_of_the_cpu(llama: Target, gpu_llama: Target) -> None:
     requests, found = as_requests(random_prompts(6, seed=2), GREEDY), []
     for target in (llama, gpu_llama):
         kept: dict[RowKey, Trajectory] = {}
-        decoder = Decoder(target, kv_tokens=4096, max_running=3)
+        # What a drafter computes behind a step leaves the target's states alone.
+        net = net_of(DFLASH, 0, is_fused=False).to(target.device).fuse()
+        drafter = partial(BlockDrafter, net, target)
+        decoder = Decoder(target, drafter=drafter, kv_tokens=4096, max_running=3)
         decoder.capture((0, 2), lambda each, kept=kept: kept.update({each.key: each}))  # type: ignore[misc]
         run(target, requests, decoder)
         found.append(kept)
@@ -116,7 +128,9 @@ def test_states_that_leave_are_those_of_the_cpu(llama: Target, gpu_llama: Target
     for key, trajectory in found[0].items():
         mine = found[1][key]
         assert mine.features.device.type == "cpu"
-        torch.testing.assert_close(mine.features, trajectory.features, atol=1e-3, rtol=1e-3)
+        for name in ("features", "last_hidden"):
+            theirs = getattr(trajectory, name)
+            torch.testing.assert_close(getattr(mine, name), theirs, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -137,20 +137,7 @@ def assemble(plan: DecoderPlan, *, notify: Callable[[str], None]) -> Assembly:
     Raises:
         ConfigError: one of them cannot run, or they do not fit each other or the memory.
     """
-    if plan.threads is not None:
-        torch.set_num_threads(plan.threads)
-    with _no_progress_bars():
-        target = Target.load(
-            plan.folder,
-            plan.name,
-            dtype=_DTYPES[plan.dtype],
-            trust_remote_code=plan.trust_remote_code,
-            device=_device(plan.device),
-            deterministic=plan.deterministic,
-        )
-    slow = target.attention_note()
-    if slow is not None:
-        notify(f"attention runs in its slow form: {slow}")
+    target = _load_target(plan, notify)
     facts = _facts(target, plan.tokenizer_digest)
     origin = _choose(plan, facts, notify)
     net = None if origin is None else load_net(origin.folder, target, plan.tokenizer_digest)
@@ -168,7 +155,26 @@ def assemble(plan: DecoderPlan, *, notify: Callable[[str], None]) -> Assembly:
         context=_context(plan, target),
         share_prefixes=plan.share_prefixes,
     )
+    decoder.tell_of_trouble(notify)
     return Assembly(decoder, origin, facts, _learn_costs(plan, decoder, notify))
+
+
+def _load_target(plan: DecoderPlan, notify: Callable[[str], None]) -> Target:
+    if plan.threads is not None:
+        torch.set_num_threads(plan.threads)
+    with _no_progress_bars():
+        target = Target.load(
+            plan.folder,
+            plan.name,
+            dtype=_DTYPES[plan.dtype],
+            trust_remote_code=plan.trust_remote_code,
+            device=_device(plan.device),
+            deterministic=plan.deterministic,
+        )
+    slow = target.attention_note()
+    if slow is not None:
+        notify(f"attention runs in its slow form: {slow}")
+    return target
 
 
 def _device(wanted: str) -> torch.device:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from adaflash_batch.engine.accept import emitted_tokens
+from adaflash_batch.engine.accept import Emission
 from adaflash_batch.engine.capture import Capture
 from adaflash_batch.engine.cost import StepCost
 from adaflash_batch.engine.drafting import Drafter
@@ -15,26 +15,26 @@ from adaflash_batch.engine.in_flight import (
     Entry,
     Flight,
     Item,
+    choice_blocks,
     learn_drafts,
     misfit,
     pack_items,
     sources_of,
 )
-from adaflash_batch.engine.keeping import Keeping
-from adaflash_batch.engine.late_context import LateContext
 from adaflash_batch.engine.lookup import Lookup
-from adaflash_batch.engine.packing import Packed, PageTable
-from adaflash_batch.engine.pages import PagePool
+from adaflash_batch.engine.packing import Packed
 from adaflash_batch.engine.passes import Pass
-from adaflash_batch.engine.placing import place
+from adaflash_batch.engine.placing import Sources, parts_of
 from adaflash_batch.engine.policy import NOTHING, WHOLE_BLOCKS, Chosen, Policy
 from adaflash_batch.engine.prefixes import page_keys
 from adaflash_batch.engine.pricing import Load, load_without_drafts
 from adaflash_batch.engine.profile import profile
-from adaflash_batch.engine.sampling import TokenHistory
-from adaflash_batch.engine.scheduler import Scheduled, Scheduler
+from adaflash_batch.engine.row_rules import is_left
+from adaflash_batch.engine.sampling import ChoiceBlock, TokenHistory
+from adaflash_batch.engine.scheduler import Scheduled
 from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
-from adaflash_batch.engine.speculation import Speculator, reserved_tokens
+from adaflash_batch.engine.sizes import Sizes
+from adaflash_batch.engine.speculation import reserved_tokens
 from adaflash_batch.engine.step_buffers import ALL_KNOWN
 from adaflash_batch.engine.target import Target
 from adaflash_batch.exchange import DrafterWeights, Trajectory
@@ -61,7 +61,19 @@ class Decoder:
         end_token_ids: the model's own end-of-sequence tokens.
         share_prefixes: whether requests that begin alike compute that once.
         clock: seconds, for the timings.
+
+    Attributes:
+        context: see above.
+        cost: what steps were found to take.
+        speculator: chooses drafts, and learns from what becomes of them.
+        num_steps, num_generated, num_prefilled: steps, and tokens of texts and prompts, so far.
     """
+
+    num_steps = num_generated = num_prefilled = 0
+    _entries: dict[ScheduledSequence, Entry]
+    _finished: list[Completion]
+    _flight: Flight | None = None
+    _newest: Callable[[], DrafterWeights | None] | None = None
 
     def __init__(
         self,
@@ -79,54 +91,19 @@ class Decoder:
         share_prefixes: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        pool = PagePool(kv_tokens // PAGE)
-        self._target = target
-        self._kv = target.new_kv(pool.num_pages)
-        made = None if drafter is None else drafter(pool.num_pages)
-        reserve = reserved_tokens(made, lookup)
-        self._scheduler = Scheduler(
-            pool, max_running=max_running, token_budget=token_budget, reserve=reserve
-        )
+        self._target, self._clock, self._shares_prefixes = target, clock, share_prefixes
+        self.end_token_ids, self._entries, self._finished = end_token_ids, {}, []
         self.context = context if context is not None else target.context
-        longest = min(self.context + reserve, pool.num_pages * PAGE)
-        self._table = PageTable(max_running, longest)
-        self._max_running, self._token_budget = max_running, token_budget
-        self.end_token_ids = end_token_ids
-        self._clock = clock
-        self._passes, self._drafter, self._late_drafter = place(
-            target,
-            self._kv,
-            made,
-            max_running=max_running,
-            token_budget=token_budget,
-            longest=longest,
-            reserve=reserve,
-            clock=clock,
-        )
-        late = None
-        if self._drafter is not None:
-            target.tap(self._drafter.tapped_layers)
-            late = LateContext(self._drafter, self._table, target.upload)
-        self._keeping = Keeping(target, self._scheduler.prefixes, late, self.drafter_layers)
-        self._shares_prefixes = share_prefixes
         self.cost = StepCost() if cost is None else cost
-        self.speculator = Speculator(
-            policy,
-            drafter=self._drafter,
-            late=late,
-            lookup=lookup,
-            cost=self.cost,
-            table=self._table,
-            clock=clock,
-            times_drafts=self._late_drafter is None,
-        )
-        self._flight: Flight | None = None
-        self._entries: dict[ScheduledSequence, Entry] = {}
-        self._finished: list[Completion] = []
-        self._newest: Callable[[], DrafterWeights | None] | None = None
-        self.num_steps = 0
-        self.num_generated = 0
-        self.num_prefilled = 0
+        num_pages = kv_tokens // PAGE
+        made = None if drafter is None else drafter(num_pages)
+        reserve = reserved_tokens(made, lookup)
+        self._sizes = Sizes(max_running, token_budget, num_pages, self.context, reserve)
+        sources = Sources(made, lookup, policy, self.cost)
+        parts = parts_of(target, sources, self._sizes, clock)
+        self._passes, self._drafter, self._late_drafter, self._ahead, self._graphs = parts.placed
+        self._scheduler, self._table = parts.scheduler, parts.table
+        self._keeping, self.speculator = parts.keeping, parts.speculator
 
     @property
     def target(self) -> Target:
@@ -149,25 +126,32 @@ class Decoder:
             self._target, layer_ids, emit, wanted, num_pages, keeps_all=keeps_all
         )
 
+    def tell_of_trouble(self, notify: Callable[[str], None]) -> None:
+        """From now on say it to people, once, where passes are slower than they should be."""
+        for graphs in self._graphs:
+            graphs.notify = notify
+
     def profile(self) -> None:
         """Measure what steps take, before the first request."""
         assert not self._entries, "requests are on their way already"
         self._scheduler.prefixes.clear()  # a page is written to
-        most = self._max_running * (self.speculator.most + 1)
+        most_requests = self._sizes.max_running
+        most = most_requests * (self.speculator.most + 1)
         profile(
             self.cost,
             self._target,
             self._passes,
             self._drafter,
-            most_tokens=min(most, self._token_budget),
-            most_requests=self._max_running,
+            most_tokens=min(most, self._sizes.token_budget),
+            most_requests=most_requests,
             clock=self._clock,
         )
 
     def follow(self, newest: Callable[[], DrafterWeights | None]) -> None:
         """From now on draft with the weights that `newest` gives, where it gives some.
 
-        It is asked before every step: between drafting and verifying weights never change.
+        It is asked before every step. Between drafting and verifying weights never change: drafts
+        that were begun ahead are dropped where there are new ones.
         """
         assert self._drafter is not None, "nothing drafts here"
         self._newest = newest
@@ -245,23 +229,34 @@ class Decoder:
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """Advance every scheduled request once; return what is finished."""
+        weights = self._new_weights()
         if self._passes.runs_ahead:
             self._land()
-            self._launch()
-        else:
-            self._launch()
+        self._launch(weights)
+        if not self._passes.runs_ahead:
             self._land()
         finished, self._finished = self._finished, []
         return finished
 
-    def _launch(self) -> None:
-        self._adopt()
+    def _new_weights(self) -> DrafterWeights | None:
+        """Those that the drafter is to take, if there are some."""
+        weights = None if self._newest is None else self._newest()
+        if weights is not None and self._ahead is not None:
+            self._ahead.drop()  # they were drafted with the old ones
+        return weights
+
+    def _launch(self, weights: DrafterWeights | None) -> None:
+        if weights is not None:
+            self.speculator.adopt(weights)
+            # What running requests have of the old ones serves to their end, not that of others.
+            self._scheduler.prefixes.clear()
         began = self._clock()
         items = self._plan()
         assert items or not self._entries, "requests are left and none of them can move"
         if items:
-            packed = pack_items(items)
-            self._flight = Flight(items, packed, self._verify(items, packed), began)
+            packed, blocks = pack_items(items), choice_blocks(items, self.end_token_ids)
+            self._flight = Flight(items, packed, self._verify(items, packed, blocks), began)
+            self._draft_ahead(items, packed, blocks)
 
     def _land(self) -> None:
         flight, self._flight = self._flight, None
@@ -271,8 +266,7 @@ class Decoder:
         if self._late_drafter is not None:
             learn_drafts(self._late_drafter, flight)
             self.speculator.note_drafts(self._late_drafter.take_seconds())
-        choices, sound = flight.begun.land()
-        kept = self._commit(items, choices, sound)
+        kept = self._commit(items, flight.begun.land())
         self._keeping.keep(items, packed, kept)
         self._dismiss(items)
         if not self._entries:
@@ -290,14 +284,6 @@ class Decoder:
         drafting = [item for item in items if item.drafts]
         accepted = sum(item.num_accepted for item in drafting)
         self.speculator.pace.note_step(len(drafting), accepted)
-
-    def _adopt(self) -> None:
-        """Take new weights for the drafter, if there are some."""
-        weights = None if self._newest is None else self._newest()
-        if weights is not None:
-            self.speculator.adopt(weights)
-            # What running requests have of the old ones serves to their end, not that of others.
-            self._scheduler.prefixes.clear()
 
     def _plan(self) -> list[Item]:
         """Who takes part in the step, and with which drafts."""
@@ -325,56 +311,67 @@ class Decoder:
         num_choices = len(drafts) + 1 if is_complete else 0
         return Item(entry, scheduled, chosen, drafts, num_choices, scheduled.num_shareable)
 
-    def _verify(self, items: list[Item], packed: Packed) -> Pass:
+    def _verify(self, items: list[Item], packed: Packed, blocks: list[ChoiceBlock]) -> Pass:
         """One target forward; the target's choice behind every anchor and draft."""
         table = self._table.rows([item.scheduled.sequence for item in items])
-        blocks = [item.choice_block(self.end_token_ids) for item in items if item.num_choices]
         sources = ALL_KNOWN if self._late_drafter is None else sources_of(items, packed)
         return self._passes.begin(packed, table, blocks, sources)
 
-    def _commit(self, items: list[Item], choices: list[int], sound: list[bool]) -> list[int]:
-        """Extend the texts. Returns for each item how many of its tokens are of use later."""
-        kept, row = [], 0
-        for item in items:
-            count = item.num_choices
-            kept.append(self._advance(item, choices[row : row + count], sound[row : row + count]))
-            row += count
-        return kept
+    def _draft_ahead(self, items: list[Item], packed: Packed, blocks: list[ChoiceBlock]) -> None:
+        """Draft for the next step, for those who were drafted for in this one."""
+        if self._ahead is None:
+            return
+        drafting = self.speculator.drafting
+        # Requests that decode come first, and all of them choose.
+        chosen = [
+            (segment, item)
+            for segment, (item, block) in enumerate(zip(items, blocks, strict=False))
+            if item.scheduled.sequence in drafting and item.may_go_on and not is_left(block)
+        ]
+        last = chosen[-1][0] if chosen else 0
+        self._ahead.begin(chosen, int(packed.start[last] + packed.length[last]))
 
-    def _advance(self, item: Item, choices: list[int], sound: list[bool]) -> int:
+    def _commit(self, items: list[Item], emissions: list[Emission]) -> list[int]:
+        """Extend the texts. Returns for each item how many of its tokens are of use later."""
+        coming = iter(emissions)
+        return [self._advance(item, next(coming) if item.num_choices else None) for item in items]
+
+    def _advance(self, item: Item, emission: Emission | None) -> int:
         entry, sequence = item.entry, item.scheduled.sequence
         num_known = item.scheduled.num_known
         if not item.is_verification:
             self.num_prefilled += num_known
-        if not choices:
+        if emission is None:
             sequence.computed += num_known
             return num_known
-        emitted = emitted_tokens(item.drafts, choices)
-        num_kept = len(emitted) - 1
-        if not all(sound[: len(emitted)]):
+        if not emission.is_sound:
             message = "the model's logits are not finite (NaN or infinity)"
             self._finish(entry, "error", RowError("bad_logits", message))
             return 0
-        emitted, reason = entry.until_end(emitted, self.end_token_ids)
-        accepted = min(num_kept, len(emitted))  # nothing past the end counts
-        item.num_accepted = accepted
-        if item.drafts and not item.chosen.is_lookup:
-            entry.counts.mark(self.drafter_version)
-        if item.is_verification:
-            chosen = item.chosen
-            entry.counts.record(
-                chosen.num_drafted, len(item.drafts), accepted, is_lookup=chosen.is_lookup
-            )
-        self._extend(entry, emitted, is_over=reason is not None)
-        sequence.computed += num_known + accepted
-        if reason is not None:
-            self._finish(entry, reason)
+        emission = entry.watched(emission)
+        item.num_accepted = emission.accepted
+        self._count(item)
+        self._extend(entry, emission)
+        sequence.computed += num_known + emission.accepted
+        if emission.reason is not None:
+            self._finish(entry, emission.reason)
             return item.num_shareable
-        return num_known + accepted
+        return num_known + emission.accepted
 
-    def _extend(self, entry: Entry, emitted: list[int], *, is_over: bool) -> None:
+    def _count(self, item: Item) -> None:
+        counts, chosen, num_verified = item.entry.counts, item.chosen, len(item.drafts)
+        if item.drafts and not chosen.is_lookup:
+            counts.mark(self.drafter_version)
+        if item.is_verification:
+            counts.record(
+                chosen.num_drafted, num_verified, item.num_accepted, is_lookup=chosen.is_lookup
+            )
+
+    def _extend(self, entry: Entry, emission: Emission) -> None:
+        emitted = emission.tokens
         entry.tokens += emitted
         self.speculator.extend(entry.prospect, emitted)
+        is_over = emission.reason is not None
         self.speculator.settle(entry.prospect, entry.tokens, is_over=is_over)
         entry.sequence.known += len(emitted)
         self.num_generated += len(emitted)

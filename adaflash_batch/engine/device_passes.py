@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from adaflash_batch.engine.accept import Emission
 from adaflash_batch.engine.buckets import MOST_TOKENS, Buckets
 from adaflash_batch.engine.graphs import Capturer, CudaCapturer, Graphs, graph_memory
 from adaflash_batch.engine.marks import Marks, marks_of
 from adaflash_batch.engine.packing import Int32, Packed
-from adaflash_batch.engine.row_rules import choose_rows, is_drawn
-from adaflash_batch.engine.sampling import ChoiceBlock, choose_others
-from adaflash_batch.engine.step_buffers import StepBuffers, StepInputs
+from adaflash_batch.engine.row_rules import MOST_ENDS, deciding, emission_of, is_left, num_ends
+from adaflash_batch.engine.sampling import ChoiceBlock, decide
+from adaflash_batch.engine.sizes import Sizes
+from adaflash_batch.engine.step_buffers import Bucket, StepBuffers, StepInputs
 from adaflash_batch.engine.target import Seen, Target
+from adaflash_batch.kernels.accept import NUM_COUNTS, Emitted, Rows, accept_beside
 from adaflash_batch.kernels.paged_attention import KVLayer
-
-UNSOUND = -1
-"""In place of a choice: the logits were not finite."""
 
 
 class _Outcome(NamedTuple):
@@ -37,19 +37,17 @@ class DevicePasses:
     Args:
         target: whose kernels take a DeviceStep.
         kv: its memory.
-        max_running: requests in a step.
-        token_budget: tokens in a step.
-        max_pages: of a request.
-        widest: tokens of a request that decodes, its drafts included.
+        sizes: of the decoder.
         num_drafted: M; 0 where no drafter leaves anything.
         clock: seconds, for devices that have no events.
         capturer: of graphs; None makes none.
 
     Attributes:
         drafted: int32 [M], where a drafter leaves what the host is to know with the choices.
+        emitted: by the last step, of requests in the order of its blocks.
+        inputs: what the target read in it.
         graphs: kept passes.
         marks: of the device.
-        capturer: a drafter's graphs share its memory.
     """
 
     runs_ahead = True
@@ -58,36 +56,38 @@ class DevicePasses:
         self,
         target: Target,
         kv: list[KVLayer],
-        *,
-        max_running: int,
-        token_budget: int,
-        max_pages: int,
-        widest: int,
-        num_drafted: int = 0,
+        sizes: Sizes,
+        num_drafted: int,
         clock: Callable[[], float],
         capturer: Capturer | None,
     ) -> None:
         assert target.kernels.takes_device_step
         self._target, self._kv, self._device = target, kv, target.device
-        self._buckets = Buckets(max_running, max_pages, widest)
-        largest = self._buckets.largest(token_budget)
-        self._buffers = StepBuffers(self._device, largest)
-        self.graphs: Graphs[_Outcome] = Graphs(capturer, max_bytes=graph_memory(self._device))
+        self._buckets = Buckets(sizes.max_running, sizes.max_pages, sizes.widest)
+        largest = self._buckets.largest(sizes.token_budget)
+        self._buffers = StepBuffers(
+            self._device, largest._replace(num_deciding=sizes.max_running, num_ends=MOST_ENDS)
+        )
+        self.graphs: Graphs[_Outcome] = Graphs(
+            "the target's passes", capturer, max_bytes=graph_memory(self._device)
+        )
         self.marks: Marks = marks_of(self._device, clock)
-        self._back = _WayBack(self._device, num_drafted, largest.num_rows)
-        self.drafted = self._back.drafted
+        self._back = _WayBack(self._device, num_drafted, largest.num_rows, sizes.widest)
+        self.drafted, self.emitted = self._back.drafted, Emitted(self._back.emitted)
+        self.inputs: StepInputs | None = None
+        self._accept = accept_beside(target.kernels.kind)
         self._logits: torch.Tensor | None = None
-        self.capturer = capturer
 
     def begin(
         self, packed: Packed, table: Int32, blocks: Sequence[ChoiceBlock], sources: Int32
     ) -> _OnItsWay:
         """See Passes."""
-        bucket, comes_again = self._buckets.of(packed, table)
+        bucket, comes_again = self._bucket(packed, table, blocks)
         has_room = self._buffers.holds(bucket)
         buffers = self._buffers if has_room else StepBuffers(self._device, bucket)
         began = self.marks.mark()
-        inputs = buffers.fill(bucket, packed, table, sources)
+        inputs = buffers.fill(bucket, packed, table, sources, deciding(blocks) if blocks else None)
+        self.inputs = inputs
         if comes_again and has_room:
             key = (bucket, self._target.num_watched)
             outcome = self.graphs.run(key, lambda: self._run(inputs, keeps=True))
@@ -95,30 +95,42 @@ class DevicePasses:
             outcome = self._run(inputs, keeps=False)
         self._target.show(outcome.seen)
         self._target.num_forward_tokens += len(packed.token_ids)
+        numbers = self._back.send(len(blocks))
         logits = outcome.logits[: len(packed.rows)]
-        if any(map(is_drawn, blocks)):
-            chosen = choose_rows(logits, blocks, self._target.upload)
-            self._back.chosen[: len(chosen)].copy_(chosen)
-        numbers = self._back.send(len(packed.rows))
         return _OnItsWay(numbers, logits, blocks, self.marks, began, self.marks.mark())
 
+    def _bucket(
+        self, packed: Packed, table: Int32, blocks: Sequence[ChoiceBlock]
+    ) -> tuple[Bucket, bool]:
+        """See Buckets.of."""
+        bucket, comes_again = self._buckets.of(packed, table)
+        if not blocks:
+            return bucket, comes_again
+        count = bucket.num_segments if comes_again else len(blocks)
+        return bucket._replace(num_deciding=count, num_ends=num_ends(blocks)), comes_again
+
     def _run(self, inputs: StepInputs, *, keeps: bool) -> _Outcome:
-        """The pass and the likeliest tokens; `keeps` the logits where all graphs may write."""
+        """The pass and what it decides; `keeps` the logits where all graphs may write."""
         ids = inputs.token_ids
         if len(self.drafted):
             known = inputs.sources < 0
             ids = torch.where(known, ids, self.drafted[inputs.sources.clamp(min=0)])
-        logits = self._target.run(
-            ids.long(), inputs.positions.long(), inputs.step, self._kv, inputs.rows.long()
-        )
-        highest, indices = logits.max(-1)  # NaN wins, so it shows
-        best = torch.where(torch.isfinite(highest), indices, UNSOUND)
-        self._back.chosen[: len(best)].copy_(best)
+        ids, rows = ids.long(), inputs.rows.long()
+        logits = self._target.run(ids, inputs.positions.long(), inputs.step, self._kv, rows)
+        if len(inputs.first):
+            self._decide(logits, ids[(rows + 1).clamp(max=len(ids) - 1)], inputs)
         if keeps:
             shared = self._shared(logits)
             shared.copy_(logits)
             logits = shared
         return _Outcome(logits, self._target.seen())
+
+    def _decide(self, logits: torch.Tensor, drafts: torch.Tensor, inputs: StepInputs) -> None:
+        """Leave what is emitted where it is copied from; `drafts` are the tokens behind rows."""
+        emitted = self._back.emitted[: len(inputs.first)]
+        most = emitted.shape[1] - NUM_COUNTS
+        rows = Rows(inputs.first, inputs.count, inputs.request, drafts, most)
+        emitted.copy_(self._accept(logits, rows, inputs.rules).numbers)
 
     def _shared(self, logits: torch.Tensor) -> torch.Tensor:
         """Memory for logits of this shape, the same for all; made in the first pass, as it is."""
@@ -133,23 +145,28 @@ class _WayBack:
     Two of the latter: the host may read one while the other is written.
     """
 
-    def __init__(self, device: torch.device, num_drafted: int, num_rows: int) -> None:
-        size = num_drafted + num_rows
+    def __init__(
+        self, device: torch.device, num_drafted: int, num_requests: int, widest: int
+    ) -> None:
+        self._num_drafted, self._width = num_drafted, NUM_COUNTS + widest
+        size = num_drafted + num_requests * self._width
         numbers = torch.zeros(size, dtype=torch.int32, device=device)
-        self._numbers, self._num_drafted = numbers, num_drafted
-        self.drafted, self.chosen = numbers[:num_drafted], numbers[num_drafted:]
+        self._numbers = numbers
+        self.drafted = numbers[:num_drafted]
+        self.emitted = numbers[num_drafted:].view(num_requests, self._width)
         is_pinned = device.type == "cuda"
         self._pinned = [
             torch.zeros(size, dtype=torch.int32, pin_memory=is_pinned) for _ in range(2)
         ]
         self._turn = 0
 
-    def send(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(drafted, chosen) of the host: there when the device has come so far."""
+    def send(self, num_requests: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(drafted, emitted) of the host: there when the device has come so far."""
         self._turn = 1 - self._turn
-        pinned, end = self._pinned[self._turn], self._num_drafted + num_rows
+        pinned, end = self._pinned[self._turn], self._num_drafted + num_requests * self._width
         pinned[:end].copy_(self._numbers[:end], non_blocking=True)
-        return pinned[: self._num_drafted], pinned[self._num_drafted : end]
+        emitted = pinned[self._num_drafted : end].view(num_requests, self._width)
+        return pinned[: self._num_drafted], emitted
 
 
 class _OnItsWay:
@@ -164,7 +181,7 @@ class _OnItsWay:
         began: Any,
         ended: Any,
     ) -> None:
-        self._drafted, self._chosen = numbers
+        self._drafted, self._emitted = numbers
         self._logits, self._blocks = logits, blocks
         self._marks, self._began, self._ended = marks, began, ended
 
@@ -174,23 +191,21 @@ class _OnItsWay:
         numbers: list[int] = self._drafted.tolist()
         return numbers
 
-    def land(self) -> tuple[list[int], list[bool]]:
+    def land(self) -> list[Emission]:
         """See Pass."""
         self._marks.wait(self._ended)
-        choices: list[int] = self._chosen.tolist()
-        sound = [choice != UNSOUND for choice in choices]
-        choose_others(self._logits, self._blocks, choices, _is_left)
-        return choices, sound
+        emissions, row = [], 0
+        for block, numbers in zip(self._blocks, self._emitted.tolist(), strict=True):
+            rows = slice(row, row + block.num_rows)
+            own = decide(self._logits[rows], [block]) if is_left(block) else [emission_of(numbers)]
+            emissions += own
+            row += block.num_rows
+        return emissions
 
     @property
     def seconds(self) -> float:
         """See Pass."""
         return self._marks.seconds(self._began, self._ended)
-
-
-def _is_left(block: ChoiceBlock) -> bool:
-    """Whether the host must see to it: its logits depend on what the text has so far."""
-    return block.sampling.reshapes_logits
 
 
 def device_capturer(device: torch.device) -> Capturer | None:

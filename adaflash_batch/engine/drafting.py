@@ -15,9 +15,11 @@ import torch
 from adaflash_batch.drafter.config import DrafterConfig
 from adaflash_batch.drafter.length import Proposal
 from adaflash_batch.drafter.model import DFlash
+from adaflash_batch.engine.device_context import page_before
 from adaflash_batch.engine.packing import Int32, Int64, Packed
 from adaflash_batch.engine.target import Target
 from adaflash_batch.engine.tiled_drafter import TiledDrafter
+from adaflash_batch.engine.upload import Upload
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.exchange import DrafterWeights
 from adaflash_batch.kernels.device_step import DeviceStep, on_device
@@ -133,7 +135,7 @@ class BlockDrafter:
         # The state before a request's anchor, in the row of the page that the state's token is in.
         self._states: torch.Tensor | None = None
         if config.has_input_projection:
-            shape = (num_pages, config.hidden_size)
+            shape = (num_pages + 1, config.hidden_size)  # the last is nobody's
             self._states = torch.zeros(shape, dtype=target.dtype, device=target.device)
         self._how = [
             Attention(scale=config.head_dim**-0.5, window=window or 0, causal=causal)
@@ -222,22 +224,24 @@ class BlockDrafter:
         rows = embeddings if states is None else self._net.rows(embeddings, states)
         return self._net.block(rows, *self._net.rotary(positions), attend)
 
-    def absorb(self, step: PackedStep, positions: torch.Tensor, features: torch.Tensor) -> None:
+    def absorb(
+        self, step: PackedStep | DeviceStep, positions: torch.Tensor, features: torch.Tensor
+    ) -> None:
         """See Drafter: the context K/V of every layer, from one fused feature per token."""
-        upload = self._target.upload
+        kernels, upload = self._target.kernels, self._target.upload
+        if kernels.takes_device_step and isinstance(step, PackedStep):
+            step = on_device(step, upload)
         if self._states is not None:
-            last = upload((step.start + step.length - 1).astype(np.int64))
-            pages = upload(_pages(step.table, step.context + step.length))
-            self._states[pages] = features[last, -self.config.hidden_size :]
+            rows, pages = _last(step, upload, nobody=len(self._states) - 1)
+            self._states[pages] = features[rows, -self.config.hidden_size :]
         if self._tiled is not None:
+            assert isinstance(step, PackedStep)
             self._tiled.absorb(features, positions, step)
             return
         context = self._net.context(features)
         cos, sin = self._net.rotary(positions)
-        store = self._target.kernels.store
-        placed = on_device(step, upload) if self._target.kernels.takes_device_step else step
         for layer, kv in enumerate(self._kv):
-            store(placed, kv, *self._net.context_kv(layer, context, cos, sin))
+            kernels.store(step, kv, *self._net.context_kv(layer, context, cos, sin))
 
     @torch.no_grad()
     def adopt(self, weights: DrafterWeights) -> None:
@@ -297,3 +301,16 @@ def _misfit(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) 
 def _pages(table: Int32, ends: Int32) -> Int64:
     """The page of each request's token before position `ends` [B], which is above 0."""
     return table[np.arange(len(ends)), (ends - 1) // PAGE].astype(np.int64)
+
+
+def _last(
+    step: PackedStep | DeviceStep, upload: Upload, nobody: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row of each segment's last token, and its page; `nobody` for segments without tokens."""
+    if isinstance(step, PackedStep):
+        last = (step.start + step.length - 1).astype(np.int64)
+        return upload(last), upload(_pages(step.table, step.context + step.length))
+    is_there = step.length > 0
+    pages = page_before(step.table, step.context + step.length)
+    rows = (step.start + step.length - 1).long()
+    return rows.where(is_there, 0), pages.where(is_there, nobody)

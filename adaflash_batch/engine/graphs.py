@@ -66,6 +66,7 @@ class Graphs(Generic[Result]):
     graph is made of it. Where one cannot be made, or there is no room, it is run as it is.
 
     Args:
+        whose: passes they are, for people.
         capturer: None makes no graphs.
         most: graphs.
         max_bytes: once they take so much, no more are made.
@@ -73,13 +74,16 @@ class Graphs(Generic[Result]):
     Attributes:
         num_replays: how often a graph ran.
         failure: why the first graph that could not be made could not; None where all could.
+        notify: is told that, once; None tells nobody.
     """
 
     def __init__(
-        self, capturer: Capturer | None, *, most: int = MOST_GRAPHS, max_bytes: int
+        self, whose: str, capturer: Capturer | None, *, most: int = MOST_GRAPHS, max_bytes: int
     ) -> None:
+        self._whose = whose
         self.num_replays = 0
         self.failure: str | None = None
+        self.notify: Callable[[str], None] | None = None
         self._capturer, self._most, self._room = capturer, most, max_bytes
         self._graphs: dict[Hashable, Captured[Result]] = {}
         self._seen: set[Hashable] = set()
@@ -117,11 +121,16 @@ class Graphs(Generic[Result]):
             captured = self._capturer.capture(work)
         except RuntimeError as error:
             # What cannot be captured once never can: the model reads something back, say.
-            self.failure = str(error).strip().partition("\n")[0] or repr(error)
+            self._give_up(str(error).strip().partition("\n")[0] or repr(error))
             return None
         self._graphs[key] = captured
         self._room -= captured.num_bytes
         return captured
+
+    def _give_up(self, reason: str) -> None:
+        self.failure = reason
+        if self.notify is not None:
+            self.notify(f"{self._whose} run slower, without CUDA graphs, which fail: {reason}")
 
 
 def graph_memory(device: torch.device) -> int:

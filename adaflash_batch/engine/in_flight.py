@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from adaflash_batch.engine.accept import Emission
 from adaflash_batch.engine.capture import Piece, Recording
 from adaflash_batch.engine.device_drafting import LateDrafter
 from adaflash_batch.engine.hindsight import Prospect
@@ -61,16 +62,15 @@ class Entry:
         own = frozenset() if sampling.ignore_eos else of_model
         return own.union(sampling.stop_token_ids) if sampling.stop_token_ids else own
 
-    def until_end(
-        self, emitted: list[int], of_model: frozenset[int]
-    ) -> tuple[list[int], FinishReason | None]:
-        """Cut behind the token that ends the text, if one does."""
-        ends, watch = self.ends(of_model), self.request.stop_watch
-        room = self.request.sampling.max_new_tokens - self.num_generated
-        for count, token in enumerate(emitted[:room], 1):
-            if token in ends or (watch is not None and watch.feed(token)):
-                return emitted[:count], "stop"
-        return emitted[:room], "length" if len(emitted) >= room else None
+    def watched(self, emission: Emission) -> Emission:
+        """Cut behind the token that completes a stop string, if one does."""
+        watch, tokens = self.request.stop_watch, emission.tokens
+        if watch is None:
+            return emission
+        # The token that ends a text is no part of what is watched.
+        shown = tokens[:-1] if emission.reason == "stop" else tokens
+        stop = next((count for count, token in enumerate(shown, 1) if watch.feed(token)), None)
+        return emission if stop is None else emission.cut(stop)
 
     def candidate(self, room: int) -> Candidate:
         """As one that has room for so many drafts."""
@@ -127,7 +127,14 @@ class Item:
             key=(request.identity, request.key.sample),
             position=len(entry.tokens),
             end_ids=entry.ends(end_ids),
+            room=request.sampling.max_new_tokens - entry.num_generated,
         )
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether there may be room for a draft behind what it emits."""
+        sequence = self.scheduled.sequence
+        return sequence.known + 2 < sequence.limit
 
     @property
     def late_place(self) -> int | None:
@@ -149,6 +156,11 @@ class Flight:
     packed: Packed
     begun: Pass
     began: float
+
+
+def choice_blocks(items: Sequence[Item], end_ids: frozenset[int]) -> list[ChoiceBlock]:
+    """Of those that choose. The model's own ends are given."""
+    return [item.choice_block(end_ids) for item in items if item.num_choices]
 
 
 def learn_drafts(drafter: LateDrafter, flight: Flight) -> None:

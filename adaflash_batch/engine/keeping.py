@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from adaflash_batch.engine.ahead import DraftsAhead
 from adaflash_batch.engine.capture import Capture
 from adaflash_batch.engine.in_flight import Entry, Item, piece_of
 from adaflash_batch.engine.late_context import LateContext
@@ -25,6 +26,7 @@ class Keeping:
         prefixes: whole pages of prompts, for requests that begin alike.
         late: context for the drafter; None without one.
         layers: that the drafter reads.
+        ahead: for whom the drafter has taken in what a step left; None where it never has.
 
     Attributes:
         capture: states for those that learn; None where nobody does.
@@ -36,10 +38,11 @@ class Keeping:
         prefixes: PrefixCache,
         late: LateContext | None,
         layers: tuple[int, ...],
+        ahead: DraftsAhead | None = None,
     ) -> None:
         self.capture: Capture | None = None
         self._target, self._prefixes = target, prefixes
-        self._late, self._layers = late, layers
+        self._late, self._layers, self._ahead = late, layers, ahead
 
     def begin(self, entry: Entry) -> None:
         """A request comes."""
@@ -76,7 +79,12 @@ class Keeping:
 
     def _absorb(self, items: list[Item], packed: Packed, kept: Sequence[int]) -> None:
         """Keep for the drafter what the target saw of the tokens that stay."""
-        staying = [index for index, count in enumerate(kept) if count > 0]
+        ahead = self._ahead
+        staying = [
+            index
+            for index, (item, count) in enumerate(zip(items, kept, strict=True))
+            if count > 0 and not (ahead is not None and ahead.has(item.scheduled.sequence))
+        ]
         if self._late is None or not staying:
             return
         counts = [kept[index] for index in staying]

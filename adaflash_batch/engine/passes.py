@@ -10,8 +10,9 @@ from typing import Protocol
 
 import torch
 
+from adaflash_batch.engine.accept import Emission
 from adaflash_batch.engine.packing import Int32, Packed
-from adaflash_batch.engine.sampling import ChoiceBlock, choose
+from adaflash_batch.engine.sampling import ChoiceBlock, decide
 from adaflash_batch.engine.target import Target
 from adaflash_batch.kernels.paged_attention import KVLayer, PackedStep
 
@@ -22,8 +23,8 @@ class Pass(Protocol):
     def drafted(self) -> list[int]:
         """What a LateDrafter left on the device before it; waits for it."""
 
-    def land(self) -> tuple[list[int], list[bool]]:
-        """The choice behind every row, and whether its logits were sound; waits for them."""
+    def land(self) -> list[Emission]:
+        """What each block adds to its text; waits for it."""
 
     @property
     def seconds(self) -> float:
@@ -73,18 +74,18 @@ class HostPasses:
             self._kv,
             torch.from_numpy(packed.rows),
         )
-        choices, sound = choose(logits, blocks)
-        return _Done(choices, sound, self._clock() - began)
+        emissions = decide(logits, blocks)
+        return _Done(emissions, self._clock() - began)
 
 
 class _Done:
-    def __init__(self, choices: list[int], sound: list[bool], seconds: float) -> None:
-        self._choices, self._sound, self.seconds = choices, sound, seconds
+    def __init__(self, emissions: list[Emission], seconds: float) -> None:
+        self._emissions, self.seconds = emissions, seconds
 
     def drafted(self) -> list[int]:
         """See Pass."""
         return []
 
-    def land(self) -> tuple[list[int], list[bool]]:
+    def land(self) -> list[Emission]:
         """See Pass."""
-        return self._choices, self._sound
+        return self._emissions

@@ -154,8 +154,8 @@ def _pass(passes: Passes, num_tokens: int, num_rows: int) -> float:
         rows=np.arange(num_rows, dtype=np.int64),
     )
     table = np.zeros((num_tokens, 1), dtype=np.int32)
-    block = ChoiceBlock(Sampling(), None, [0] * (num_rows - 1), (0, 0), 0)
-    begun = passes.begin(packed, table, [block], np.empty(0, dtype=np.int32))
+    blocks = [ChoiceBlock(Sampling(), None, (), (0, 0), 0)] * num_rows
+    begun = passes.begin(packed, table, blocks, np.empty(0, dtype=np.int32))
     begun.land()
     return begun.seconds
 

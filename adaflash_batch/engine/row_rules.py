@@ -1,55 +1,83 @@
-"""How every row of a pass is to be chosen, as arrays for the kernel that chooses.
+"""How requests choose and where their texts end, as arrays for the kernel that decides it.
 
-# R rows of logits
+# S requests that choose, R rows of logits, E ends at most
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
-from adaflash_batch.engine.packing import Int32
+from adaflash_batch.engine.accept import UNSOUND, Emission
+from adaflash_batch.engine.packing import Int32, Int64
 from adaflash_batch.engine.sampling import ChoiceBlock
-from adaflash_batch.engine.upload import Upload
-from adaflash_batch.kernels.accept import POSITION, Choosing, Rows, Rules, accept, rules_of
-from adaflash_batch.request import Sampling
+from adaflash_batch.kernels import accept as kernel
+from adaflash_batch.kernels.accept import Choosing, rules_of
+from adaflash_batch.kernels.device_step import power_of_two
+from adaflash_batch.request import FinishReason
 
-_ARGMAX = Sampling(temperature=0.0)
+MOST_ENDS = 16
+"""Requests with more tokens that end their texts are left to the host: the kernel would be slow."""
+_FEWEST_ENDS = 2
+_REASONS: dict[int, FinishReason | None] = {
+    kernel.GOES_ON: None,
+    kernel.STOP: "stop",
+    kernel.LENGTH: "length",
+}
 
 
-def is_drawn(block: ChoiceBlock) -> bool:
-    """Whether the kernel chooses for it: by chance, and from the logits as they are."""
-    return not (block.sampling.is_greedy or block.sampling.reshapes_logits)
+@dataclass(frozen=True, slots=True)
+class Deciding:
+    """What `kernels.accept` reads of the host: see Rows and Rules there.
 
-
-def choose_rows(
-    logits: torch.Tensor, blocks: Sequence[ChoiceBlock], upload: Upload
-) -> torch.Tensor:
-    """Choose for every row [R, V], for itself alone: int32 [R], -1 where logits are not finite.
-
-    Those of blocks that are not drawn are the likeliest tokens. Nothing waits for the device.
+    first, count: int32 [S]; request: int32 [R]; floats: float64 [S, 4]; integers: int64 [S, 6 + E].
     """
-    counts = [block.num_rows for block in blocks]
-    num_rows = sum(counts)
-    rules = rules_of(list(map(_choosing, blocks)))
-    floats, integers = (
-        np.repeat(each.numpy(), counts, axis=0) for each in (rules.floats, rules.integers)
+
+    first: Int32
+    count: Int32
+    request: Int32
+    floats: npt.NDArray[np.float64]
+    integers: Int64
+
+
+def is_left(block: ChoiceBlock) -> bool:
+    """Whether the host decides for it: logits depend on its text so far, or many tokens end it."""
+    return block.sampling.reshapes_logits or len(block.end_ids) > MOST_ENDS
+
+
+def num_ends(blocks: Sequence[ChoiceBlock]) -> int:
+    """E, one of a few."""
+    most = max((len(block.end_ids) for block in blocks if not is_left(block)), default=0)
+    return max(power_of_two(max(most, 1)), _FEWEST_ENDS)
+
+
+def deciding(blocks: Sequence[ChoiceBlock]) -> Deciding:
+    """Of blocks whose rows lie one behind the other; for those that are left nothing is chosen."""
+    num_rows = np.array([block.num_rows for block in blocks], dtype=np.int32)
+    is_decided = np.array([not is_left(block) for block in blocks])
+    whose = np.where(is_decided, np.arange(len(blocks)), -1).astype(np.int32)
+    rules = rules_of(list(map(_choosing, blocks)), num_ends(blocks))
+    return Deciding(
+        first=(np.cumsum(num_rows) - num_rows).astype(np.int32),
+        count=np.where(is_decided, num_rows, 0).astype(np.int32),
+        request=np.repeat(whose, num_rows),
+        floats=rules.floats.numpy(),
+        integers=rules.integers.numpy(),
     )
-    integers[:, POSITION] += np.concatenate([np.arange(count) for count in counts])
-    each: Int32 = np.arange(num_rows, dtype=np.int32)
-    rows = Rows(
-        first=upload(each),
-        count=upload(np.ones(num_rows, dtype=np.int32)),
-        request=upload(each),
-        drafts=upload(np.zeros(num_rows, dtype=np.int32)),
-        most=1,
-    )
-    return accept(logits, rows, Rules(upload(floats), upload(integers))).last
 
 
 def _choosing(block: ChoiceBlock) -> Choosing:
-    """Its first row; there is room for one token."""
-    sampling = block.sampling if is_drawn(block) else _ARGMAX
-    return Choosing(sampling, block.key, block.position, room=1)
+    ends = () if is_left(block) else tuple(block.end_ids)
+    return Choosing(block.sampling, block.key, block.position, block.room, ends)
+
+
+def emission_of(numbers: Sequence[int]) -> Emission:
+    """A request's row of `Emitted.numbers`."""
+    count, accepted, reason = numbers[:3]
+    if reason == kernel.UNSOUND:
+        return UNSOUND
+    tokens = list(numbers[kernel.NUM_COUNTS : kernel.NUM_COUNTS + count])
+    return Emission(tokens, accepted, _REASONS[reason])

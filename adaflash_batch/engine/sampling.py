@@ -9,13 +9,16 @@ A choice depends on the logits, the row's Sampling, the row's own earlier tokens
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from adaflash_batch.engine.accept import Emission, emission
 from adaflash_batch.kernels.sampling import sample, uniform
 from adaflash_batch.request import Sampling
+
+_ENDLESS = 2**31 - 1
 
 
 @dataclass(slots=True)
@@ -48,7 +51,8 @@ class ChoiceBlock:
         drafts: the w verified drafts; the block has w + 1 rows.
         key: (row identity, sample).
         position: absolute position of the token chosen by the first row.
-        end_ids: tokens that min_new_tokens holds back.
+        end_ids: tokens that end the text, and that min_new_tokens holds back.
+        room: tokens that the text may have more, at least 1.
     """
 
     sampling: Sampling
@@ -57,6 +61,7 @@ class ChoiceBlock:
     key: tuple[int, int]
     position: int
     end_ids: frozenset[int] = frozenset()
+    room: int = _ENDLESS
 
     @property
     def num_rows(self) -> int:
@@ -77,28 +82,26 @@ def choose(logits: torch.Tensor, blocks: Sequence[ChoiceBlock]) -> tuple[list[in
     highest, indices = logits.max(dim=-1)  # NaN wins, so it shows
     choices: list[int] = indices.tolist()
     sound: list[bool] = torch.isfinite(highest).tolist()
-    choose_others(logits, blocks, choices)
-    return choices, sound
-
-
-def _is_no_argmax(block: ChoiceBlock) -> bool:
-    return not block.sampling.is_greedy or block.sampling.reshapes_logits
-
-
-def choose_others(
-    logits: torch.Tensor,
-    blocks: Sequence[ChoiceBlock],
-    choices: list[int],
-    wants_another: Callable[[ChoiceBlock], bool] = _is_no_argmax,
-) -> None:
-    """Put their own choices in place of those that are there, for blocks that want other ones."""
     row = 0
     for block in blocks:
-        if wants_another(block):
-            rows = slice(row, row + block.num_rows)
+        rows = slice(row, row + block.num_rows)
+        if not block.sampling.is_greedy or block.sampling.reshapes_logits:
             choices[rows] = _choose_block(logits[rows].float(), block)
         row += block.num_rows
     assert row == logits.shape[0]
+    return choices, sound
+
+
+def decide(logits: torch.Tensor, blocks: Sequence[ChoiceBlock]) -> list[Emission]:
+    """What each block [rows of it, V] adds to its request's text."""
+    choices, sound = choose(logits, blocks)
+    emissions, row = [], 0
+    for block in blocks:
+        rows = slice(row, row + block.num_rows)
+        of_block = (block.drafts, choices[rows], sound[rows])
+        emissions.append(emission(*of_block, block.end_ids, block.room))
+        row += block.num_rows
+    return emissions
 
 
 def _choose_block(logits: torch.Tensor, block: ChoiceBlock) -> list[int]:

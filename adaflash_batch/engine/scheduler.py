@@ -66,6 +66,7 @@ class Scheduler:
         max_running: most sequences in a step.
         token_budget: most tokens in a step, drafts included.
         reserve: positions behind the anchor that a decoding sequence needs pages for (the block).
+        ahead: further ones, where the next block is drafted before it is known where it begins.
 
     Attributes:
         prefixes: whole pages of prompts, for others that begin alike.
@@ -73,7 +74,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, pool: PagePool, *, max_running: int, token_budget: int, reserve: int = 0
+        self,
+        pool: PagePool,
+        *,
+        max_running: int,
+        token_budget: int,
+        reserve: int = 0,
+        ahead: int = 0,
     ) -> None:
         assert max_running >= 1
         assert token_budget >= 2
@@ -82,7 +89,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()  # likewise
         self.num_preemptions = self.num_shared = self._num_added = 0
         self._token_budget = token_budget
-        self._reserve = reserve
+        self._reserve, self._ahead = reserve, ahead
         self._slots = list(range(max_running - 1, -1, -1))
 
     def pages_for(self, sequence: Sequence) -> int:
@@ -114,22 +121,28 @@ class Scheduler:
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
         if not decoding:
             return []
-        budget = self._token_budget
-        if len(decoding) < len(self.running) or self._can_admit():
-            # An eighth stays free for prefill: a full batch would starve those that come next.
-            budget = max(budget - budget // 8, 1)
+        budget = self._budget_of(len(decoding))
         width = max(0, min(width, budget // len(decoding) - 1))
         planned: list[Scheduled] = []
         for sequence in decoding[:budget]:
             if sequence.slot < 0:  # preempted for one before it
                 continue
-            if not self._hold(sequence, sequence.known + self._reserve):
+            # No block begins behind the limit.
+            known = min(sequence.known + self._ahead, sequence.limit)
+            if not self._hold(sequence, known + self._reserve):
                 continue
             # The target adds one token behind the accepted drafts, so room for one must remain.
             room = sequence.limit - sequence.known - 1
             planned.append(Scheduled(sequence, 1, max(0, min(width, room))))
         # One that was planned may have been preempted for a later one.
         return [item for item in planned if item.sequence.slot >= 0]
+
+    def _budget_of(self, num_decoding: int) -> int:
+        budget = self._token_budget
+        if num_decoding == len(self.running) and not self._can_admit():
+            return budget
+        # An eighth stays free for prefill: a full batch would starve those that come next.
+        return max(budget - budget // 8, 1)
 
     def prefill_ahead(self, num_taken: int) -> int:
         """Tokens of prompts, about, that `plan_prefill` would plan."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from adaflash_batch.engine.acceptance import AcceptanceHistory
+from adaflash_batch.engine.ahead import DraftsAhead
 from adaflash_batch.engine.correction import Correction
 from adaflash_batch.engine.cost import StepCost
 from adaflash_batch.engine.drafting import Draft, DraftBatch, Drafter
@@ -22,6 +23,7 @@ from adaflash_batch.engine.lookup import Lookup
 from adaflash_batch.engine.packing import PageTable
 from adaflash_batch.engine.policy import NOTHING, Candidate, Chosen, Policy
 from adaflash_batch.engine.pricing import Foresight, Load, Pace, Seconds, StepPrices
+from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
 from adaflash_batch.engine.widths import adaflash_width, choose_widths, who_drafts
 from adaflash_batch.exchange import DrafterWeights
 from adaflash_batch.stats import Calibration
@@ -49,6 +51,7 @@ class Speculator:
         policy: how much is verified.
         drafter: of blocks, if there is one.
         late: what it has still to absorb.
+        ahead: what it drafted before it was asked; None where it never does.
         lookup: the other source, if it is wanted.
         cost: what steps take.
         table: the requests' pages.
@@ -59,6 +62,7 @@ class Speculator:
         num_plain: steps that verified nothing since that did not pay.
         blocks: what blocks of late were worth.
         calibration: of the survivals that decided, by source.
+        drafting: whom the next step is likely to be drafted for, since the last was.
     """
 
     def __init__(
@@ -67,27 +71,28 @@ class Speculator:
         *,
         drafter: Drafter | None,
         late: LateContext | None = None,
+        ahead: DraftsAhead | None = None,
         lookup: Lookup | None,
         cost: StepCost,
         table: PageTable,
         clock: Callable[[], float],
         times_drafts: bool = True,
     ) -> None:
-        self.num_plain = 0
+        self.num_plain = self._steps_since_plain = 0
+        self._left_alone = self._num_left_alone = 0
         self._times_drafts = times_drafts
         self.calibration = {"block": Calibration(), "lookup": Calibration()}
-        self._policy, self._drafter, self._late, self._lookup = policy, drafter, late, lookup
+        self._policy, self._lookup = policy, lookup
+        self._drafter, self._late, self._ahead = drafter, late, ahead
+        self.drafting: frozenset[ScheduledSequence] = frozenset()
         self._cost, self._table, self._clock = cost, table, clock
         self._correction = Correction()
         self._num_drafts = 0 if drafter is None else drafter.block_size - 1
         self.blocks = AcceptanceHistory(self._num_drafts)
         self._prices = StepPrices(cost, Load(1, 1, 1, 1))
-        self._token_price = 0.0
         self._foresight = Foresight()
-        self._left_alone = self._num_left_alone = 0
-        self._steps_since_plain = 0
         self._probes_s = 0.0  # seconds that probes may take
-        self._draft_s = 0.0
+        self._token_price = self._draft_s = 0.0
         self.pace = Pace()
 
     @property
@@ -110,9 +115,11 @@ class Speculator:
     def choose(self, candidates: Sequence[Candidate], load: Load) -> list[Chosen]:
         """What each of them verifies in this step."""
         self._prices, self._draft_s = StepPrices(self._cost, load), 0.0
+        self.drafting = frozenset()
         if not candidates:
             return []
-        if self._is_plain_due():
+        if self._is_plain_due:
+            self._steps_since_plain = 0
             return [NOTHING] * len(candidates)
         found = [self._look_up(each) for each in candidates]
         blocks: list[Guess | None] = [None] * len(candidates)
@@ -126,19 +133,32 @@ class Speculator:
         widths = self._widths(best, candidates, len(wanted))
         self.num_plain += not any(widths)
         self._steps_since_plain = self._steps_since_plain + 1 if any(widths) else 0
+        self.drafting = self._likely(candidates, blocks, best, widths)
         pairs = zip(blocks, found, strict=True)
         drafted = [sum(len(guess.token_ids) for guess in pair if guess) for pair in pairs]
         return list(map(Chosen, best, widths, drafted))
 
+    @property
     def _is_plain_due(self) -> bool:
         """Whether a step without drafts is to show again what that takes.
 
         What is weighed is what drafts add to it, and machines change their pace.
         """
-        if not (self._policy.only_if_it_pays and self._steps_since_plain >= _PLAIN_EVERY):
-            return False
-        self._steps_since_plain = 0
-        return True
+        return self._policy.only_if_it_pays and self._steps_since_plain >= _PLAIN_EVERY
+
+    def _likely(
+        self,
+        candidates: Sequence[Candidate],
+        blocks: Sequence[Guess | None],
+        best: Sequence[Guess | None],
+        widths: Sequence[int],
+    ) -> frozenset[ScheduledSequence]:
+        """Whom blocks were drafted for, if one is verified: probes are followed by nothing."""
+        pairs = zip(best, widths, strict=True)
+        if self._is_plain_due or not any(g and g.source == "block" and width for g, width in pairs):
+            return frozenset()
+        drafted = zip(candidates, blocks, strict=True)
+        return frozenset(each.sequence for each, block in drafted if block)
 
     def _look_up(self, candidate: Candidate) -> Guess | None:
         if self._lookup is None or candidate.prospect.lookup is None:
@@ -204,6 +224,14 @@ class Speculator:
         return [self.num_plain % len(candidates)]
 
     def _draft(self, candidates: Sequence[Candidate]) -> list[Guess]:
+        """A block for each of them, those that were drafted ahead among them."""
+        ahead = self._ahead
+        made = [None if ahead is None else ahead.take(each.sequence) for each in candidates]
+        pairs = list(zip(candidates, made, strict=True))
+        others = iter(self._draft_now([each for each, draft in pairs if draft is None]))
+        return [self._guess(each, draft or next(others)) for each, draft in pairs]
+
+    def _draft_now(self, candidates: Sequence[Candidate]) -> list[Draft]:
         if not candidates or self._drafter is None:
             return []
         began, sequences = self._clock(), [each.sequence for each in candidates]
@@ -218,7 +246,7 @@ class Speculator:
         drafts = self._drafter.draft(batch)
         if self._times_drafts:
             self.note_drafts([(len(candidates), self._clock() - began)])
-        return list(map(self._guess, candidates, drafts))
+        return drafts
 
     def note_drafts(self, taken: Sequence[tuple[int, float]]) -> None:
         """Take in what the step's drafts took: (requests, seconds)."""

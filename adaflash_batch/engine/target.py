@@ -255,7 +255,7 @@ class Target:
 
         return keep
 
-    def tapped(self, layer_ids: tuple[int, ...], rows: torch.Tensor) -> torch.Tensor:
+    def tapped(self, layer_ids: tuple[int, ...], rows: torch.Tensor | slice) -> torch.Tensor:
         """What the last forward left at these layers: [rows, len(layer_ids) * H]."""
         states = [self._taps[layer_id].view(-1, self.hidden_size) for layer_id in layer_ids]
         return torch.cat([state[rows] for state in states], dim=-1)
@@ -350,7 +350,9 @@ class Target:
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """The output layer: [.., H] to [.., V], without the model's final soft cap."""
+        kept = self._head_input  # of the last forward, whatever is computed since
         logits: torch.Tensor = self._model.get_output_embeddings()(hidden)
+        self._head_input = kept
         return logits
 
     def head_of(self, token_ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
