@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
+import torch
 
 from adaflash_batch.engine.ahead import DraftsAhead
 from adaflash_batch.engine.capture import Capture
@@ -88,10 +89,15 @@ class Keeping:
         if self._late is None or not staying:
             return
         counts = [kept[index] for index in staying]
-        rows = self._target.upload(ranges(packed.start[staying], np.array(counts)))
-        features = self._target.tapped(self._layers, rows)
+        features = self._target.tapped(self._layers, self._rows(packed, staying, counts))
         sequences = [items[index].scheduled.sequence for index in staying]
         self._late.add(sequences, packed.context[staying].tolist(), counts, features)
+
+    def _rows(self, packed: Packed, staying: list[int], counts: list[int]) -> torch.Tensor | slice:
+        num_tokens = len(packed.token_ids)
+        if sum(counts) == num_tokens:  # as in every step without drafts
+            return slice(num_tokens)
+        return self._target.upload(ranges(packed.start[staying], np.array(counts)))
 
     def _record(self, items: list[Item], packed: Packed) -> None:
         """Keep what the target saw, of the texts that end in this step too."""
