@@ -10,7 +10,8 @@ import torch
 from adaflash_batch.adapt.balance import Outlook
 from adaflash_batch.adapt.control import Aim, Rules
 from adaflash_batch.adapt.inline import InlineLearning
-from adaflash_batch.adapt.losses import Head, Objective
+from adaflash_batch.adapt.losses import Head
+from adaflash_batch.adapt.objective import Objective
 from adaflash_batch.adapt.placement import Place, Placement, place_for
 from adaflash_batch.adapt.process import ProcessLearning
 from adaflash_batch.adapt.publishing import TrainerCounters

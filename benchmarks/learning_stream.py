@@ -31,7 +31,8 @@ from torch import Tensor
 
 from adaflash_batch import model_files
 from adaflash_batch.adapt.evaluate import Acceptance, evaluate
-from adaflash_batch.adapt.losses import Head, LengthLabel, Objective
+from adaflash_batch.adapt.losses import Head
+from adaflash_batch.adapt.objective import LengthLabel, Objective
 from adaflash_batch.adapt.optimise import DrafterTrainer
 from adaflash_batch.adapt.publishing import MailboxPublisher
 from adaflash_batch.adapt.replay import ReplayPool

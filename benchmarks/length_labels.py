@@ -32,7 +32,7 @@ from learning_stream import Settings, Stream, entries, target_facts, target_tabl
 
 from adaflash_batch.adapt.blocks import anchor_range
 from adaflash_batch.adapt.evaluate import draft_behind
-from adaflash_batch.adapt.losses import LengthLabel
+from adaflash_batch.adapt.objective import LengthLabel
 from adaflash_batch.drafter import checkpoint
 from adaflash_batch.drafter.growing import grow_length_head
 from adaflash_batch.drafter.length import num_accepted

@@ -24,7 +24,7 @@ from adaflash_batch.kernels.variant import LAUNCH, Variant
 MODULES: tuple[str, ...] = (
     *("triton_attention", "triton_splits", "triton_store"),
     *("triton_elementwise", "triton_linear"),
-    *("triton_accept", "triton_opd_loss", "triton_widths"),
+    *("triton_accept", "triton_opd_loss", "triton_vocabulary_loss", "triton_widths"),
 )
 """Of adaflash_batch.kernels, those with VARIANTS."""
 

@@ -1,7 +1,8 @@
 """What a drafter's logits cost, with the gradient by them: the reference, and which form runs.
 
-Logits are those of a chunk of positions. In chunks of the vocabulary every product with the lm_head
-would be made twice, since no gradient is known before the log-sum-exp of the whole row.
+Logits are those of a chunk of positions. In chunks of the vocabulary (vocabulary_loss.py) there are
+six products with the lm_head instead of three, since no gradient is known before the log-sum-exp of
+the whole row. README.md says when that takes less.
 
 # C positions of a chunk, V rows of the lm_head (vocabulary)
 """

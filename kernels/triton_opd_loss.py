@@ -14,8 +14,9 @@ from adaflash_batch.kernels.opd_loss import LossKind, Terms, TokenLosses
 from adaflash_batch.kernels.variant import LAUNCH, Variant
 
 _BLOCK, _NUM_WARPS = 2048, 8
-_KINDS: dict[LossKind, int] = {"ce": 0, "forward_kl": 1, "opd": 2}
-_CE, _FORWARD_KL, _OPD = map(tl.constexpr, _KINDS.values())
+KINDS: dict[LossKind, int] = {"ce": 0, "forward_kl": 1, "opd": 2}
+"""What kernels call them."""
+_CE, _FORWARD_KL, _OPD = map(tl.constexpr, KINDS.values())
 _NONE = tl.constexpr(0x7FFFFFFF)
 # Below all logits, and no infinity: differences of it stay numbers.
 _LOWEST = tl.constexpr(-3.0e38)
@@ -41,7 +42,7 @@ def opd_loss(
     opd_loss_kernel[(max(num_rows, 1),)](
         *(student, teacher, counts if labels is None else labels, numbers, counts, by_logit),
         *(num_rows, vocabulary, float("inf") if terms.clip is None else terms.clip, *terms.shares),
-        KIND=_KINDS[terms.kind],
+        KIND=KINDS[terms.kind],
         HAS_LABELS=labels is not None,
         BLOCK=min(_BLOCK, triton.next_power_of_2(vocabulary)),
         num_warps=_NUM_WARPS,
@@ -54,7 +55,7 @@ def opd_loss(
 
 
 @triton.jit
-def _summary(row: tl.tensor, vocabulary: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+def summary_of_row(row: tl.tensor, vocabulary: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
     """(largest logit, its first token, second largest logit, log-sum-exp)."""
     most = tl.full([BLOCK], _LOWEST, dtype=tl.float32)
     second = tl.full([BLOCK], _LOWEST, dtype=tl.float32)
@@ -76,7 +77,7 @@ def _summary(row: tl.tensor, vocabulary: tl.tensor, BLOCK: tl.constexpr) -> tl.t
 
 
 @triton.jit
-def _log_pair(
+def log_pair(
     student: tl.tensor,
     teacher: tl.tensor,
     token: tl.tensor,
@@ -115,10 +116,10 @@ def opd_loss_kernel(
         student += row
         teacher += row
         by_logit += row
-        top, best, second, log_sum = _summary(student, vocabulary, BLOCK)
+        top, best, second, log_sum = summary_of_row(student, vocabulary, BLOCK)
         teacher_sum = log_sum
         if KIND != _CE or not HAS_LABELS:
-            _, label, _, teacher_sum = _summary(teacher, vocabulary, BLOCK)
+            _, label, _, teacher_sum = summary_of_row(teacher, vocabulary, BLOCK)
         if HAS_LABELS:
             label = tl.load(labels + index).to(tl.int32)
         divergence = tl.zeros([BLOCK], dtype=tl.float32)
@@ -127,7 +128,7 @@ def opd_loss_kernel(
         if KIND != _CE:
             for start in range(0, vocabulary, BLOCK):
                 token = start + tl.arange(0, BLOCK)
-                log_q, log_p = _log_pair(student, teacher, token, vocabulary, log_sum, teacher_sum)
+                log_q, log_p = log_pair(student, teacher, token, vocabulary, log_sum, teacher_sum)
                 if KIND == _OPD:
                     q = tl.exp(log_q)
                     entry = q * (log_q - log_p)
@@ -140,7 +141,7 @@ def opd_loss_kernel(
         factor = ce_share - kl_share * tl.sum(kept, axis=0)
         for start in range(0, vocabulary, BLOCK):
             token = start + tl.arange(0, BLOCK)
-            log_q, log_p = _log_pair(student, teacher, token, vocabulary, log_sum, teacher_sum)
+            log_q, log_p = log_pair(student, teacher, token, vocabulary, log_sum, teacher_sum)
             q = tl.exp(log_q)
             if KIND == _OPD:
                 entry = q * (log_q - log_p)
@@ -173,7 +174,7 @@ def _variant(kind: LossKind, name: str, *, has_labels: bool) -> Variant:
         name=f"opd_loss {kind} {name}",
         kernel=opd_loss_kernel,
         signature=logits | _TYPES,
-        constexprs={"KIND": _KINDS[kind], "HAS_LABELS": has_labels, "BLOCK": _BLOCK},
+        constexprs={"KIND": KINDS[kind], "HAS_LABELS": has_labels, "BLOCK": _BLOCK},
         num_warps=_NUM_WARPS,
         num_stages=3,
     )

@@ -14,7 +14,8 @@ from torch import Tensor
 from trajectories import TABLE, TRAJECTORIES, learner
 
 from adaflash_batch.adapt.blocks import pick_anchors
-from adaflash_batch.adapt.losses import Head, Objective
+from adaflash_batch.adapt.losses import Head
+from adaflash_batch.adapt.objective import Objective
 from adaflash_batch.adapt.optimise import DrafterTrainer
 from adaflash_batch.adapt.parameters import is_new, is_projection
 from adaflash_batch.adapt.scoring import Scorer

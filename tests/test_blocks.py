@@ -22,7 +22,8 @@ from adaflash_batch.adapt.blocks import (
     pack_teacher,
     sample_blocks,
 )
-from adaflash_batch.adapt.losses import Head, Objective, draft_loss
+from adaflash_batch.adapt.losses import Head, draft_loss
+from adaflash_batch.adapt.objective import Objective
 from adaflash_batch.drafter.config import DrafterConfig
 from adaflash_batch.drafter.model import DFlash, initialise
 from adaflash_batch.drafter.reference import reference_block

@@ -15,8 +15,9 @@ from trajectories import TABLE, TRAJECTORIES, blocks_of, trajectory
 from adaflash_batch.adapt.block_attention import forward_blocks
 from adaflash_batch.adapt.blocks import Blocks, make_blocks, pack_features
 from adaflash_batch.adapt.head_losses import confidence_loss
-from adaflash_batch.adapt.losses import Head, Objective
+from adaflash_batch.adapt.losses import Head
 from adaflash_batch.adapt.member_losses import member_loss, predecessors
+from adaflash_batch.adapt.objective import Objective
 from adaflash_batch.adapt.optimise import DrafterTrainer
 from adaflash_batch.drafter.config import DrafterConfig
 from adaflash_batch.drafter.model import DFlash, initialise

@@ -11,6 +11,7 @@ from drafters import DFLASH, net_of
 from tiny import as_requests, decode, texts, tiny_model
 
 from adaflash_batch.engine.drafting import BlockDrafter
+from adaflash_batch.engine.profile import about
 from adaflash_batch.engine.row_linear import RowLinear
 from adaflash_batch.engine.target import Target
 from adaflash_batch.errors import ConfigError
@@ -61,6 +62,18 @@ def test_the_deterministic_mode_makes_a_token_independent_of_its_pass(llama: Tar
         assert torch.equal(target.head(x[:rows]), whole[:rows])
     done = texts(decode(target, few_requests(), ends=ENDS))
     assert done == texts(decode(llama, few_requests(), ends=ENDS))
+
+
+def test_what_steps_take_is_kept_apart_for_other_kernels(llama: Target) -> None:
+    """The deterministic mode's products are slower: neither may take up the other's costs."""
+    ways = [
+        Target.of(tiny_model("llama"), "llama", kernels="triton", deterministic=deterministic)
+        for deterministic in (False, True)
+    ]
+    torch_form = Target.of(tiny_model("llama"), "llama", kernels="torch")
+    assert len({about(each, "") for each in (llama, torch_form, *ways)}) == 4
+    again = Target.of(tiny_model("llama"), "llama", kernels="triton", deterministic=True)
+    assert about(again, "") == about(ways[1], "")
 
 
 def test_models_that_it_does_not_know_are_refused() -> None:

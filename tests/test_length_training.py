@@ -16,8 +16,9 @@ from trajectories import TABLE, TRAJECTORIES, blocks_of
 
 from adaflash_batch.adapt.blocks import Blocks
 from adaflash_batch.adapt.head_losses import share_loss
-from adaflash_batch.adapt.losses import Head, LengthLabel, Objective
+from adaflash_batch.adapt.losses import Head
 from adaflash_batch.adapt.member_losses import member_loss, no_loss
+from adaflash_batch.adapt.objective import LengthLabel, Objective
 from adaflash_batch.adapt.optimise import DrafterTrainer, clipped_apart
 from adaflash_batch.adapt.parameters import is_head
 from adaflash_batch.drafter.config import DrafterConfig

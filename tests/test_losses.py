@@ -15,14 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adaflash_batch.adapt.losses import (
-    Bias,
-    Head,
-    LossStats,
-    Objective,
-    draft_loss,
-    position_weights,
-)
+from adaflash_batch.adapt.losses import Bias, Head, LossStats, draft_loss, position_weights
+from adaflash_batch.adapt.objective import Objective
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.kernels.opd_loss import LossKind
 

@@ -17,7 +17,8 @@ from trajectories import TABLE, repeating
 from adaflash_batch.adapt.balance import Outlook
 from adaflash_batch.adapt.control import LearningControl, Rules
 from adaflash_batch.adapt.inline import InlineLearning
-from adaflash_batch.adapt.losses import Head, Objective
+from adaflash_batch.adapt.losses import Head
+from adaflash_batch.adapt.objective import Objective
 from adaflash_batch.adapt.optimise import DrafterTrainer
 from adaflash_batch.adapt.publishing import MailboxPublisher
 from adaflash_batch.adapt.replay import ReplayPool

@@ -16,7 +16,8 @@ from trajectories import TABLE, repeating
 
 from adaflash_batch.adapt import scoring
 from adaflash_batch.adapt.evaluate import Acceptance, evaluate
-from adaflash_batch.adapt.losses import Head, Objective
+from adaflash_batch.adapt.losses import Head
+from adaflash_batch.adapt.objective import Objective
 from adaflash_batch.adapt.optimise import DrafterTrainer, Update
 from adaflash_batch.adapt.publishing import MailboxPublisher, TrainerState
 from adaflash_batch.adapt.replay import ReplayPool

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adaflash_batch.adapt import losses
-from adaflash_batch.adapt.losses import Bias, Head, LossStats, Objective, draft_loss
+from adaflash_batch.adapt.losses import Bias, Head, LossStats, draft_loss
+from adaflash_batch.adapt.objective import Objective
 from adaflash_batch.kernels.opd_loss import (
     LossKind,
     Terms,

@@ -16,9 +16,10 @@ from trajectories import TABLE, TRAJECTORIES, blocks_of, trajectory
 from adaflash_batch.adapt.block_attention import forward_blocks
 from adaflash_batch.adapt.blocks import make_blocks, pack_features
 from adaflash_batch.adapt.evaluate import Acceptance, evaluate
-from adaflash_batch.adapt.losses import Head, Objective, draft_loss
+from adaflash_batch.adapt.losses import Head, draft_loss
 from adaflash_batch.adapt.member_losses import member_loss, predecessors
 from adaflash_batch.adapt.new_drafter import copy_target_layers, frequent_tokens
+from adaflash_batch.adapt.objective import Objective
 from adaflash_batch.adapt.optimise import DrafterTrainer, learning_rate
 from adaflash_batch.adapt.optimiser import Optimiser, OptimiserKind
 from adaflash_batch.adapt.pretrain import Rounds

@@ -21,7 +21,8 @@ from torch import Tensor
 from trajectories import TABLE, repeating, trajectory
 
 from adaflash_batch.adapt.batch_loss import BatchLoss
-from adaflash_batch.adapt.losses import Head, Objective
+from adaflash_batch.adapt.losses import Head
+from adaflash_batch.adapt.objective import Objective
 from adaflash_batch.adapt.optimise import DrafterTrainer, Trainer, Update
 from adaflash_batch.adapt.publishing import MailboxPublisher
 from adaflash_batch.adapt.rank_group import RankFailure, RankGroup

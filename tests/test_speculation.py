@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import (
@@ -30,6 +31,7 @@ from adaflash_batch.engine.hindsight import Guess, Outcome, Prospect
 from adaflash_batch.engine.lookup import Lookup
 from adaflash_batch.engine.policy import Policy, WidthPolicy
 from adaflash_batch.engine.target import Target
+from adaflash_batch.kernels.paged_attention import PackedStep
 from adaflash_batch.request import RowKey, Sampling
 from adaflash_batch.stats import SpeculationCounts
 
@@ -55,6 +57,9 @@ class Machine:
         passed, self._seen = num_tokens - self._seen, num_tokens
         self._now += 1e-6 + (self._fixed + self._each * passed if passed > 0 else 0.0)
         return self._now
+
+    def pass_time(self, seconds: float) -> None:
+        self._now += seconds
 
 
 class Telling:
@@ -255,6 +260,33 @@ def test_a_price_of_drafts_that_a_busier_machine_left_is_not_believed(llama: Tar
     decoder.profile()
     assert float(decoder.cost.draft(1)) == pytest.approx(before, rel=0.5, abs=1e-3)
     assert float(decoder.cost.target(4, 4, 128)) == pytest.approx(known, rel=0.5)
+
+
+class Slow(ScriptedDrafter):
+    """Takes in a token in a second of a machine's time."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(lambda key, position: [1, 1, 1, 1])
+        self._machine = machine
+
+    def absorb(self, step: PackedStep, positions: torch.Tensor, features: torch.Tensor) -> None:
+        super().absorb(step, positions, features)
+        self._machine.pass_time(float(len(positions)))
+
+
+@pytest.mark.parametrize(("num_waiting", "is_price"), [(3, True), (90, False)])
+def test_only_what_a_step_leaves_to_absorb_is_a_price_of_drafts(
+    llama: Target, num_waiting: int, is_price: bool
+) -> None:
+    """A prompt, or what came since drafts were last made, is absorbed once."""
+    machine = Machine(llama)
+    prompts = [list(range(1, num_waiting + 1))]
+    decoder = Decoder(llama, drafter=lambda num_pages: Slow(machine), clock=machine, kv_tokens=4096)
+    for request in as_requests(prompts, Sampling(max_new_tokens=3)):
+        decoder.add(request)
+    while decoder.has_work:
+        decoder.step()
+    assert (float(decoder.cost.draft(1)) > 1.0) == is_price
 
 
 @pytest.mark.parametrize("slower", [1.0, 3.0])

@@ -12,8 +12,9 @@ from torch import Tensor
 from adaflash_batch.adapt.block_attention import forward_blocks
 from adaflash_batch.adapt.blocks import make_blocks, pack_features, pack_teacher
 from adaflash_batch.adapt.head_losses import OverRanks, alone
-from adaflash_batch.adapt.losses import Head, Objective
+from adaflash_batch.adapt.losses import Head
 from adaflash_batch.adapt.member_losses import MemberLoss, member_loss, no_loss
+from adaflash_batch.adapt.objective import Objective
 from adaflash_batch.drafter.model import DFlash
 from adaflash_batch.exchange import Trajectory
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adaflash_batch.adapt.losses import LengthLabel
+from adaflash_batch.adapt.objective import LengthLabel
 from adaflash_batch.drafter.length import (
     HazardHead,
     is_ended,

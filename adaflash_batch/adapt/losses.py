@@ -9,75 +9,19 @@ the drafter's hidden states is made in the forward pass, while a chunk's logits 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from adaflash_batch.adapt.known_gradient import with_gradient
+from adaflash_batch.adapt.objective import Objective
 from adaflash_batch.drafter.length import CERTAINTY, certainty_of
-from adaflash_batch.errors import ConfigError
-from adaflash_batch.kernels.opd_loss import LossKind, Terms, opd_loss
-
-LengthLabel = Literal["hindsight", "truncated"]
+from adaflash_batch.kernels.opd_loss import TokenLosses, opd_loss
+from adaflash_batch.kernels.vocabulary_loss import StateLosses, entries_of_chunk, vocabulary_loss
 
 _TINY = torch.finfo(torch.float32).tiny
-
-
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """What a drafter is trained for. Raises ConfigError for values out of range.
-
-    At every position, with p the target's distribution, q the drafter's, y the hard label, at
-    temperature 1:
-
-        ce          -log q(y)
-        forward_kl  sum_v p(v) log(p(v) / q(v))                         (OSD, arXiv 2310.07177)
-        opd         ce_weight * ce
-                    + (1 - ce_weight) * sum_v min(q(v) log(q(v) / p(v)), clip)
-                                                            (AdaFlash, arXiv 2607.19223)
-
-    Attributes:
-        kind: which of them.
-        ce_weight: share of the cross-entropy in `opd`; the authors run 0.8.
-        clip: nats, the most that one vocabulary entry adds to the reverse KL, before anything is
-            normalised; None is off. From above only: entries where q < p are negative and stay, so
-            the clipped sum of a position can be below 0. A clipped entry has no gradient.
-        chunk_rows: positions whose logits are held at a time.
-        length_label: what a length head learns: `hindsight`, the whole truth; `truncated`, for
-            comparison and of AdaFlash's head alone, only what the width that it asks for would
-            show.
-    """
-
-    kind: LossKind = "opd"
-    ce_weight: float = 0.8
-    clip: float | None = None
-    chunk_rows: int = 256
-    length_label: LengthLabel = "hindsight"
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("ce", "forward_kl", "opd"):
-            raise ConfigError(f"loss is {self.kind!r}, it must be ce, forward_kl or opd")
-        if not 0.0 <= self.ce_weight <= 1.0:
-            raise ConfigError(f"ce_weight is {self.ce_weight}, it must be between 0 and 1")
-        if self.clip is not None and not self.clip > 0.0:
-            raise ConfigError(f"clip is {self.clip} nats, it must be above 0")
-        if self.length_label not in ("hindsight", "truncated"):
-            raise ConfigError(
-                f"length_label is {self.length_label!r}, it must be hindsight or truncated"
-            )
-        if self.chunk_rows < 1:
-            raise ConfigError(f"chunk_rows is {self.chunk_rows}, it must be 1 or more")
-
-    @property
-    def shares(self) -> tuple[float, float]:
-        """How much cross-entropy and divergence count."""
-        return {
-            "ce": (1.0, 0.0),
-            "forward_kl": (0.0, 1.0),
-            "opd": (self.ce_weight, 1.0 - self.ce_weight),
-        }[self.kind]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,15 +149,22 @@ def draft_loss(
             total_weight = chosen.weights.sum()
         gradients = _Gradients.of(student, bias) if wants_gradient else None
         parts = [_Rows.none(weights)]
-        for chunk in chosen.split(objective.chunk_rows):
-            rows, by_logit = _losses(
-                objective, head.weight, student, teacher, chunk, bias, with_certainty
-            )
-            parts.append(rows)
+        size, is_cut = objective.positions_at_once(head.weight, has_bias=bias is not None)
+        for chunk in chosen.split(size):
+            found: TokenLosses | StateLosses
+            if is_cut:
+                found = _losses_by_vocabulary(
+                    objective, head.weight, student, teacher, chunk, wants_gradient
+                )
+            else:
+                found = _losses(
+                    objective, head.weight, student, teacher, chunk, bias, with_certainty
+                )
+            parts.append(_Rows.of(found, with_certainty))
             if gradients is not None:
                 share = (chunk.weights / total_weight).unsqueeze(-1)
-                gradients.add(chunk.positions, by_logit, share, head.weight, bias)
-            del by_logit  # before the next chunk's is made
+                gradients.add(chunk.positions, found, share, head.weight, bias)
+            del found  # before the next chunk's gradient is made
         rows = _Rows(*map(torch.cat, zip(*parts, strict=True)))
         loss, stats = _summarise(objective, chosen, rows, len(head.weight), len(student))
         loss = loss / total_weight if len(chosen.positions) else loss
@@ -241,10 +192,18 @@ class _Gradients(NamedTuple):
         return _Gradients(own, torch.zeros_like(bias.latents), table)
 
     def add(
-        self, positions: Tensor, by_logit: Tensor, share: Tensor, weight: Tensor, bias: Bias | None
+        self,
+        positions: Tensor,
+        found: TokenLosses | StateLosses,
+        share: Tensor,
+        weight: Tensor,
+        bias: Bias | None,
     ) -> None:
-        """A chunk's part, from the gradient by its logits before weighting."""
-        by_logit = by_logit.to(weight.dtype)
+        """A chunk's part, from the gradient by its logits or states before weighting."""
+        if isinstance(found, StateLosses):
+            self.student[positions] = (found.by_state * share).to(self.student.dtype)
+            return
+        by_logit = found.by_logit.to(weight.dtype)
         if len(self.student):
             self.student[positions] = (by_logit @ weight * share).to(self.student.dtype)
         if bias is not None and len(self.table):
@@ -289,6 +248,13 @@ class _Rows(NamedTuple):
         empty = like.new_empty(0)
         return _Rows(empty, empty, empty.long(), empty.bool(), like.new_empty(0, CERTAINTY))
 
+    @staticmethod
+    def of(found: TokenLosses | StateLosses, with_certainty: bool) -> _Rows:
+        sure = found.cross_entropy.new_empty(0, CERTAINTY)
+        if with_certainty:
+            sure = certainty_of(found.top, found.second)
+        return _Rows(found.cross_entropy, found.divergence, found.clipped, found.hits, sure)
+
 
 def _choose(head: Head, weights: Tensor, labels: Tensor | None) -> _Chosen:
     (positions,) = torch.nonzero(weights > 0, as_tuple=True)
@@ -311,19 +277,32 @@ def _losses(
     chunk: _Chosen,
     bias: Bias | None,
     with_certainty: bool,
-) -> tuple[_Rows, Tensor]:
+) -> TokenLosses:
     """Losses of a chunk, and their gradient by the student's logits [C, V]."""
     logits = _logits(weight, student[chunk.positions], _rows_of(bias, chunk.positions))
     taught = None
     if teacher is not None and (objective.kind != "ce" or chunk.labels is None):
         taught = _logits(weight, teacher[chunk.positions])
-    terms = Terms(objective.kind, objective.shares, objective.clip)
-    found = opd_loss(logits, taught, chunk.labels, terms, with_likeliest=with_certainty)
-    sure = found.cross_entropy.new_empty(0, CERTAINTY)
-    if with_certainty:
-        sure = certainty_of(found.top, found.second)
-    rows = _Rows(found.cross_entropy, found.divergence, found.clipped, found.hits, sure)
-    return rows, found.by_logit
+    return opd_loss(logits, taught, chunk.labels, objective.terms, with_likeliest=with_certainty)
+
+
+def _losses_by_vocabulary(
+    objective: Objective,
+    weight: Tensor,
+    student: Tensor,
+    teacher: Tensor | None,
+    chunk: _Chosen,
+    wants_gradient: bool,
+) -> StateLosses:
+    """The same by the student's states, without a row of logits."""
+    size = entries_of_chunk(len(chunk.positions), weight.element_size(), objective.logit_bytes)
+    return vocabulary_loss(
+        weight,
+        student[chunk.positions],
+        None if teacher is None else teacher[chunk.positions],
+        *(chunk.labels, objective.terms, size),
+        wants_gradient=wants_gradient,
+    )
 
 
 def _rows_of(bias: Bias | None, positions: Tensor) -> Bias | None:

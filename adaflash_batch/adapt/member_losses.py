@@ -15,7 +15,8 @@ from torch import Tensor
 from adaflash_batch.adapt.blocks import Blocks
 from adaflash_batch.adapt.choices import Choices, choose
 from adaflash_batch.adapt.head_losses import OverRanks, alone, confidence_loss, length_loss
-from adaflash_batch.adapt.losses import Bias, Head, Objective, draft_loss
+from adaflash_batch.adapt.losses import Bias, Head, draft_loss
+from adaflash_batch.adapt.objective import Objective
 from adaflash_batch.adapt.parameters import is_head
 from adaflash_batch.drafter.length import CERTAINTY, HazardHead, certainty
 from adaflash_batch.drafter.model import DFlash

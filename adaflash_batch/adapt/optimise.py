@@ -12,7 +12,8 @@ from torch import Tensor
 
 from adaflash_batch.adapt.batch_loss import BatchLoss
 from adaflash_batch.adapt.blocks import pick_anchors
-from adaflash_batch.adapt.losses import Head, Objective
+from adaflash_batch.adapt.losses import Head
+from adaflash_batch.adapt.objective import Objective
 from adaflash_batch.adapt.optimiser import Optimiser, OptimiserKind
 from adaflash_batch.adapt.parameters import AdaptedParameters, MovedParameters, is_head
 from adaflash_batch.drafter.model import DFlash

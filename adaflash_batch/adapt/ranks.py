@@ -19,7 +19,8 @@ from torch import Tensor
 
 from adaflash_batch.adapt.batch_loss import BatchLoss
 from adaflash_batch.adapt.blocks import pick_anchors
-from adaflash_batch.adapt.losses import Head, Objective
+from adaflash_batch.adapt.losses import Head
+from adaflash_batch.adapt.objective import Objective
 from adaflash_batch.adapt.optimise import Update, check_label
 from adaflash_batch.adapt.optimiser import OptimiserKind
 from adaflash_batch.adapt.rank_group import RankGroup

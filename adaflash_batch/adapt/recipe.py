@@ -13,7 +13,8 @@ from torch import Tensor
 
 from adaflash_batch.adapt.control import LearningControl, Rules
 from adaflash_batch.adapt.inline import InlineLearning
-from adaflash_batch.adapt.losses import Head, Objective
+from adaflash_batch.adapt.losses import Head
+from adaflash_batch.adapt.objective import Objective
 from adaflash_batch.adapt.optimise import DrafterTrainer, Trainer
 from adaflash_batch.adapt.optimiser import OptimiserKind
 from adaflash_batch.adapt.parameters import AdaptedParameters

@@ -100,8 +100,8 @@ class LateContext:
         if self._steps:
             self._finished.add(sequence)
 
-    def hand_over(self, wanted: Collection[ScheduledSequence] | None = None) -> None:
-        """Let the drafter absorb what waits of these requests, or of all.
+    def hand_over(self, wanted: Collection[ScheduledSequence] | None = None) -> int:
+        """Let the drafter absorb what waits of these requests, or of all; how many tokens it was.
 
         A preempted request's tokens have no pages: they are computed again.
         """
@@ -112,7 +112,7 @@ class LateContext:
             held = {each: self._waiting.pop(each) for each in wanted if each in self._waiting}
         held = {each: what for each, what in held.items() if _is_there(each, what.life)}
         if not held:
-            return
+            return 0
         length = np.array([each.count for each in held.values()], dtype=np.int32)
         start = (np.cumsum(length) - length).astype(np.int32)
         begin = np.array([each.begin for each in held.values()], dtype=np.int32)
@@ -122,6 +122,7 @@ class LateContext:
         step = PackedStep(start, length, begin, self._table.rows(list(held)))
         features = torch.cat([piece for each in held.values() for piece in each.pieces])
         self._drafter.absorb(step, self._upload(positions), features)
+        return len(positions)
 
     def _sort(self) -> None:
         """Take the steps apart, by request."""

@@ -170,14 +170,15 @@ def _batch(num_requests: int) -> DraftBatch:
 
 
 def about(target: Target, drafter: str) -> str:
-    """What the figures hold for: the machine and the shapes of target and drafter, as JSON."""
+    """What the figures hold for: machine, kernels, shapes of target and drafter, as JSON."""
     device = target.device
     facts = {
         "machine": processor() if device.type == "cpu" else torch.cuda.get_device_name(device),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "attention": target.attention_note() or "fast",
-        "products": sorted({each.kind for each in target.packed_linears()}),
+        "kernels": target.kernels.kind,
+        "products": target.product_kinds(),
         "dtype": str(target.dtype),
         "target": [target.name, target.num_layers, target.hidden_size, target.vocab_size],
         "drafter": drafter,

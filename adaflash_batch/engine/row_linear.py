@@ -13,6 +13,8 @@ from adaflash_batch.kernels.row_operations import triton_linear
 class RowLinear(nn.Linear):
     """A linear layer that rounds every row alike."""
 
+    kind = "RowLinear"
+
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
         self.weight, self.bias = layer.weight, layer.bias

@@ -40,6 +40,8 @@ _MARGIN = 1.03
 _PLAIN_EVERY = 48
 # Steps for which drafting is not thought of again once it did not pay.
 _LEFT_ALONE = 8
+# Tokens that a request's step leaves to absorb, at most, where every step drafts.
+_USUAL = 8
 # How likely a good drafter's next token is right.
 _HOPED = 0.7
 
@@ -235,8 +237,8 @@ class Speculator:
         if not candidates or self._drafter is None:
             return []
         began, sequences = self._clock(), [each.sequence for each in candidates]
-        if self._late is not None:
-            self._late.hand_over(sequences)
+        if self._late is not None and self._late.hand_over(sequences) > _USUAL * len(sequences):
+            began = self._clock()  # of a time without drafts: no price of drafting in every step
         batch = DraftBatch(
             keys=[each.key for each in candidates],
             anchors=[each.tokens[-1] for each in candidates],

@@ -26,7 +26,7 @@ from adaflash_batch.engine.probing import (
     probe_shapes,
     refuse_encoder,
 )
-from adaflash_batch.engine.row_linear import make_rows_independent
+from adaflash_batch.engine.row_linear import RowLinear, make_rows_independent
 from adaflash_batch.engine.stack import StackedModel
 from adaflash_batch.engine.upload import Upload, upload_to
 from adaflash_batch.errors import ConfigError
@@ -230,6 +230,11 @@ class Target:
     def packed_linears(self) -> list[PackedLinear]:
         """The matrix products of a forward pass, one a module, where they are packed."""
         return [m for m in self._model.modules() if isinstance(m, PackedLinear)]
+
+    def product_kinds(self) -> list[str]:
+        """What computes matrix products in a form of ours, in words that tell forms apart."""
+        ours = (PackedLinear, RowLinear)
+        return sorted({m.kind for m in self._model.modules() if isinstance(m, ours)})
 
     @property
     def layer_seconds(self) -> dict[str, float]:

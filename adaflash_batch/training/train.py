@@ -14,8 +14,9 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from adaflash_batch import model_files
-from adaflash_batch.adapt.losses import Head, Objective
+from adaflash_batch.adapt.losses import Head
 from adaflash_batch.adapt.new_drafter import frequent_tokens
+from adaflash_batch.adapt.objective import Objective
 from adaflash_batch.adapt.optimise import DrafterTrainer
 from adaflash_batch.adapt.optimiser import OptimiserKind
 from adaflash_batch.adapt.parameters import AdaptedParameters
