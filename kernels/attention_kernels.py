@@ -18,12 +18,15 @@ class AttentionKernels(NamedTuple):
     """One form of `store_kv` and `paged_attention`; see kernels/paged_attention.py for both.
 
     takes_device_step: whether their step is a DeviceStep, which may have padding.
+    rotate_and_attend: `attend` of projections that are still to be normed and rotated, in a launch
+        less or two; None where there is no such form.
     """
 
     kind: Literal["native", "triton", "torch"]
     store: Callable[..., None]
     attend: Callable[..., torch.Tensor]
     takes_device_step: bool
+    rotate_and_attend: Callable[..., torch.Tensor] | None = None
 
 
 NATIVE = AttentionKernels(
@@ -54,4 +57,5 @@ def has_triton() -> bool:
 
 def _triton() -> AttentionKernels:
     module: Any = importlib.import_module("adaflash_batch.kernels.triton_attention")
-    return AttentionKernels("triton", module.store_kv, module.paged_attention, True)
+    forms = module.store_kv, module.paged_attention
+    return AttentionKernels("triton", *forms, True, module.rotate_and_attend)

@@ -23,10 +23,10 @@ from adaflash_batch.kernels.device_step import DeviceStep
 from adaflash_batch.kernels.page_size import PAGE
 from adaflash_batch.kernels.paged_attention import Attention, KVLayer
 from adaflash_batch.kernels.triton_splits import SPLIT, join, join_splits, span
-from adaflash_batch.kernels.triton_store import store_kv
+from adaflash_batch.kernels.triton_store import rotate_and_store, store_kv
 from adaflash_batch.kernels.variant import LAUNCH, Variant
 
-__all__ = ["VARIANTS", "attend", "paged_attention", "store_kv"]
+__all__ = ["VARIANTS", "attend", "paged_attention", "rotate_and_attend", "store_kv"]
 
 _LOG2_E = 1.4426950408889634
 
@@ -203,6 +203,22 @@ def paged_attention(
         [T, H * D] in q's dtype; sums are float32. Rows of padding are left as memory was.
     """
     store_kv(step, kv, k, v)
+    return attend(step, kv, q, how)
+
+
+def rotate_and_attend(
+    step: DeviceStep,
+    kv: KVLayer,
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    num_heads: int,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    how: Attention,
+) -> torch.Tensor:
+    """`paged_attention` of projections as they are: see triton_store.rotate_and_store."""
+    q = rotate_and_store(step, kv, qkv, cos, sin, num_heads, norms, eps)
     return attend(step, kv, q, how)
 
 

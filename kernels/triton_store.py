@@ -233,20 +233,23 @@ def _store_variant(head_dim: int) -> Variant:
     )
 
 
-def _rotate_variant(head_dim: int) -> Variant:
+def _rotate_variant(head_dim: int, *, has_norms: bool) -> Variant:
     pages = ("q_ptr", "k_pages_ptr", "v_pages_ptr")
     inputs = ("qkv_ptr", "cos_ptr", "sin_ptr", "q_norm_ptr", "k_norm_ptr")
     numbers = ("num_tokens", "table_stride", "num_heads", "num_kv_heads")
     types = dict.fromkeys((*pages, *inputs), "*bf16") | _PLACES | dict.fromkeys(numbers, "i32")
     sizes = _sizes(head_dim, triton.next_power_of_2(head_dim // 2), "HALVES")
     return Variant(
-        name=f"rotate_and_store bf16 {head_dim}",
+        name=f"rotate_and_store bf16 {head_dim}" + (" normed" if has_norms else ""),
         kernel=rotate_and_store_kernel,
         signature=types | {"eps": "fp32"},
-        constexprs=sizes | {"HAS_NORMS": True},
+        constexprs=sizes | {"HAS_NORMS": has_norms},
         num_warps=4,
         num_stages=3,
     )
 
 
-VARIANTS = [_store_variant(128), _rotate_variant(128)]
+VARIANTS = [
+    _store_variant(128),
+    *(_rotate_variant(128, has_norms=True), _rotate_variant(64, has_norms=False)),
+]

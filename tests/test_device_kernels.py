@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,6 +19,8 @@ from adaflash_batch.engine.row_linear import RowLinear
 from adaflash_batch.engine.target import Target
 from adaflash_batch.errors import ConfigError
 from adaflash_batch.request import Request, Sampling
+
+triton_attention = pytest.importorskip("adaflash_batch.kernels.triton_attention")
 
 # Padding is computed with whatever memory holds; numpy, which interprets, says so.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
@@ -32,13 +37,37 @@ def few_requests(num_tokens: int = 3) -> list[Request]:
     return as_requests([[5, 6, 7], [8]], Sampling(max_new_tokens=num_tokens))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
 def test_interpreted_kernels_write_the_same_texts(architecture: str) -> None:
     host = Target.of(tiny_model(architecture), architecture)
     expected = texts(decode(host, some_requests(), ends=ENDS))
     device = Target.of(tiny_model(architecture), architecture, kernels="triton")
     assert device.kernels.kind == "triton"
     assert texts(decode(device, some_requests(), ends=ENDS, max_running=2)) == expected
+
+
+@pytest.mark.parametrize(("architecture", "is_known"), [("qwen3", True), ("gemma2", False)])
+def test_known_layers_rotate_and_store_in_one_launch(
+    architecture: str, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        launcher = getattr(triton_attention, name)
+
+        def launch(*arguments: Any) -> Any:
+            launches.append(name)
+            return launcher(*arguments)
+
+        return launch
+
+    for name in ("rotate_and_store", "store_kv"):
+        monkeypatch.setattr(triton_attention, name, counted(name))
+    target = Target.of(tiny_model(architecture), architecture, kernels="triton")
+    launches.clear()
+    decode(target, as_requests([[5]], Sampling(max_new_tokens=1)), ends=ENDS)
+    assert set(launches) == {"rotate_and_store" if is_known else "store_kv"}
+    assert len(launches) % target.num_layers == 0
 
 
 def test_a_drafter_with_interpreted_kernels_changes_no_text(llama: Target) -> None:

@@ -29,12 +29,14 @@ class AttentionCall:
     """The step and its memory, as a keyword of the model's call.
 
     With `kv` None the call only records what the layers look like (`shapes`, by layer number).
-    `attend` is the form of `paged_attention` for this kind of step.
+    `attend` is the form of `paged_attention` for this kind of step, `rotate_and_attend` that of
+    projections as they are, where there is one.
     """
 
     step: PackedStep | DeviceStep | None = None
     kv: list[KVLayer] | None = None
     attend: Callable[..., torch.Tensor] = NATIVE.attend
+    rotate_and_attend: Callable[..., torch.Tensor] | None = None
     shapes: dict[int, LayerShape] = field(default_factory=dict)
 
     def record(self, layer: int, shape: LayerShape) -> None:

@@ -122,10 +122,15 @@ class FusedLayer(nn.Module):
         qkv = self._qkv(normed)
         cos, sin = (table.view(-1, self._head_dim) for table in position_embeddings)
         heads, kv_heads = self._num_heads, self._num_kv_heads
+        kv = call.kv[self._layer]
+        if call.rotate_and_attend is not None:
+            rotation = (cos, sin, heads, self._head_norms, self._eps)
+            attended = call.rotate_and_attend(call.step, kv, qkv, *rotation, self._how)
+            fused: torch.Tensor = self._out(attended)
+            return fused
         rotated = self._rotate(qkv, cos, sin, heads, kv_heads, self._head_norms, self._eps)
         values = qkv.view(qkv.shape[0], -1, self._head_dim)[:, heads + kv_heads :]
         queries, keys = rotated[:, :heads], rotated[:, heads:]
-        kv = call.kv[self._layer]
         mixed = call.attend(call.step, kv, queries, keys, values, self._how)
         out: torch.Tensor = self._out(mixed)
         return out

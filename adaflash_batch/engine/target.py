@@ -343,7 +343,9 @@ class Target:
             position_ids=positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=rows,
-            adaflash_call=AttentionCall(step, kv, self.kernels.attend),
+            adaflash_call=AttentionCall(
+                step, kv, self.kernels.attend, self.kernels.rotate_and_attend
+            ),
         )
         chosen: torch.Tensor = output.logits[0]
         return chosen
