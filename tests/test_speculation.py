@@ -274,7 +274,7 @@ class Slow(ScriptedDrafter):
         self._machine.pass_time(float(len(positions)))
 
 
-@pytest.mark.parametrize(("num_waiting", "is_price"), [(3, True), (90, False)])
+@pytest.mark.parametrize(("num_waiting", "is_price"), [(3, True), (20, False)])
 def test_only_what_a_step_leaves_to_absorb_is_a_price_of_drafts(
     llama: Target, num_waiting: int, is_price: bool
 ) -> None:
