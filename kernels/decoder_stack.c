@@ -8,7 +8,7 @@
 #include "elementwise.c"
 #include "tiled_linear.h"
 
-/* Norms of heads may be NULL. tap: where the layer's output goes, [token][hidden], or NULL. */
+/* Norms of heads may be NULL. tap: where the layer's output goes, a row every tap_stride, or NULL. */
 typedef struct {
     Linear qkv, out, gate_up, down;
     const element *norm, *mlp_norm, *q_norm, *k_norm;
@@ -18,7 +18,7 @@ typedef struct {
     int32_t causal;
 } StackLayer;
 
-typedef struct { int64_t num_layers, tokens, hidden, heads, kv_heads; } Shape;
+typedef struct { int64_t num_layers, tokens, hidden, heads, kv_heads, tap_stride; } Shape;
 
 /* Parts of one piece of memory, in the order of their use. */
 typedef struct { element *normed, *qkv, *rotated, *mixed, *projected, *gate_up, *gated, *other; } Scratch;
@@ -99,7 +99,8 @@ int32_t decoder_stack(const Step *step, const StackLayer *layers, const Shape *s
             add_rms_norm(at.projected, at.other, layer[1].norm, x, at.normed, tokens, hidden, layer[1].eps);
         else
             add(at.projected, at.other, x, tokens * hidden);
-        if (layer->tap) memcpy(layer->tap, x, sizeof(element) * tokens * hidden);
+        for (int64_t t = 0; layer->tap && t < tokens; t++)
+            memcpy(layer->tap + t * shape->tap_stride, x + t * hidden, sizeof(element) * hidden);
         spent(seconds, BETWEEN, &since);
     }
     return 0;

@@ -43,7 +43,8 @@ class _CShape(ctypes.Structure):
     """The C struct `Shape`."""
 
     _fields_ = tuple(
-        (name, ctypes.c_int64) for name in ("num_layers", "tokens", "hidden", "heads", "kv_heads")
+        (name, ctypes.c_int64)
+        for name in ("num_layers", "tokens", "hidden", "heads", "kv_heads", "tap_stride")
     )
 
 
@@ -134,7 +135,7 @@ class DecoderStack:
             cos, sin: bfloat16 [T, D], contiguous.
             step: how the tokens belong to requests.
             kv: pages of each layer.
-            taps: by layer, bfloat16 [T, H] that takes its output.
+            taps: by layer, bfloat16 [T, H] that takes its output; of one stride.
         """
         assert x.is_contiguous()
         assert cos.is_contiguous()
@@ -161,6 +162,7 @@ class DecoderStack:
                 struct.k_pages, struct.v_pages = _at(pages.k_pages), _at(pages.v_pages)
         for index, struct in enumerate(self._structs):
             struct.tap = _at(taps.get(index))
+        self._shape.tap_stride = next((each.stride(0) for each in taps.values()), 0)
 
 
 def _at(tensor: torch.Tensor | None) -> int | None:

@@ -207,7 +207,9 @@ def test_a_stack_computes_what_its_layers_do(
         with torch.inference_mode():
             found = [target.forward(ids, positions, step, kv, rows) for target, kv in both]
         assert torch.equal(*found)
-        assert torch.equal(*(target.tapped(layers, rows) for target, _ in both))
+        for asked in (layers, layers[::-1], layers[:1]):
+            assert torch.equal(*(target.tapped(asked, rows) for target, _ in both))
+        assert torch.equal(*(target.tapped(layers, slice(3)) for target, _ in both))
         for ours, theirs in zip(both[0][1], both[1][1], strict=True):
             assert torch.equal(ours.k_pages, theirs.k_pages)
             assert torch.equal(ours.v_pages, theirs.v_pages)

@@ -121,7 +121,7 @@ def test_equal_drafts_are_taken_in_the_order_of_block_and_batch() -> None:
 
 def test_survival_that_rises_or_is_no_chance_is_mended() -> None:
     assert choose_widths([[0.2, 0.9]], table([1.0, 1.1, 1.3])).widths == [1]
-    assert choose_widths([[math.nan, 0.9], [7.0]], line(1.0, 0.0)) == Widths([0, 1], 3.0, 1.0)
+    assert choose_widths([[math.nan, 0.9], [7.0]], line(1.0, 0.0)) == Widths([0, 1], 3.0, 1.0, 1.0)
 
 
 def test_costs_that_are_not_known_yet_are_no_trouble() -> None:

@@ -131,6 +131,17 @@ class StepCost:
         """Seconds of all else in a step of so many requests; none takes none."""
         return self._of("rest", requests)
 
+    def draft_at(self, requests: int) -> float:
+        """`draft` of one number."""
+        return self._at("draft", requests)
+
+    def rest_at(self, requests: int) -> float:
+        """`rest` of one number."""
+        return self._at("rest", requests)
+
+    def _at(self, name: str, requests: int) -> float:
+        return self.slowness * self._curves[name].at(requests) if requests > 0 else 0.0
+
     def _of(self, name: str, requests: npt.ArrayLike) -> Floats:
         counts = np.asarray(requests)
         return np.where(counts > 0, self.slowness * self._curves[name].seconds(counts), 0.0)

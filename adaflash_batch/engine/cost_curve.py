@@ -64,6 +64,8 @@ class CostCurve:
         self._seen = np.zeros(_NUM_BINS, dtype=np.int64)
         self._slopes = np.zeros(num_works)
         self._x, self._y = np.array([1.0, _END]), np.zeros(2)
+        # The same, for single counts.
+        self._points: tuple[list[float], list[float]] = self._x.tolist(), self._y.tolist()
         self._known = np.zeros(0)  # counts of the bins with enough that is settled
         self._unfitted = 0
 
@@ -105,6 +107,14 @@ class CostCurve:
             total = total + slope * np.asarray(work, dtype=np.float64)
         return total
 
+    def at(self, count: int) -> float:
+        """`seconds` of one count without other work: numpy takes many times as long for one."""
+        self._refit()
+        x, y = self._points
+        after = min(max(bisect_left(x, count), 1), len(x) - 1)
+        share = (count - x[after - 1]) / (x[after] - x[after - 1])
+        return y[after - 1] + min(max(share, 0.0), 1.0) * (y[after] - y[after - 1])
+
     def rows(self, most: int) -> list[list[float]]:
         """The last that was observed in each bin, oldest first: count, seconds, work."""
         found = []
@@ -131,6 +141,7 @@ class CostCurve:
         x = (self._counts[bins] * used).sum(axis=1) / weights
         self._known = x[is_known]
         self._x, self._y = _with_ends(x, rising(levels, weights))
+        self._points = self._x.tolist(), self._y.tolist()
 
     def _without_work(self, bins: npt.NDArray[np.int64]) -> Floats:
         seconds = self._seconds[bins]

@@ -33,8 +33,7 @@ from adaflash_batch.engine.row_rules import is_left
 from adaflash_batch.engine.sampling import ChoiceBlock, TokenHistory
 from adaflash_batch.engine.scheduler import Scheduled
 from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
-from adaflash_batch.engine.sizes import Sizes
-from adaflash_batch.engine.speculation import reserved_tokens
+from adaflash_batch.engine.sizes import Sizes, reserved_for
 from adaflash_batch.engine.step_buffers import ALL_KNOWN
 from adaflash_batch.engine.target import Target
 from adaflash_batch.exchange import DrafterWeights, Trajectory
@@ -97,7 +96,8 @@ class Decoder:
         self.cost = StepCost() if cost is None else cost
         num_pages = kv_tokens // PAGE
         made = None if drafter is None else drafter(num_pages)
-        reserve = reserved_tokens(made, lookup)
+        block_size = 0 if made is None else made.block_size
+        reserve = reserved_for(block_size, looks_up=lookup is not None)
         self._sizes = Sizes(max_running, token_budget, num_pages, self.context, reserve)
         sources = Sources(made, lookup, policy, self.cost)
         parts = parts_of(target, sources, self._sizes, clock)

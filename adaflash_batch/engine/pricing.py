@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -64,10 +65,11 @@ class StepPrices:
 
     def __init__(self, cost: StepCost, load: Load) -> None:
         self.load, self._cost = load, cost
+        self._rest_s = cost.rest_at(load.running)
         # A draft attends to about what its request's anchor does.
         self._keys = load.decoding_keys / max(load.decoding, 1)
 
-    @property
+    @cached_property
     def plain_s(self) -> float:
         """Seconds without drafts."""
         return float(self.seconds(0)(np.zeros(1, dtype=np.int64))[0])
@@ -75,7 +77,7 @@ class StepPrices:
     def seconds(self, num_blocks: int) -> Seconds:
         """Seconds of the step with this many blocks drafted, by the tokens verified behind."""
         load, cost = self.load, self._cost
-        other = float(cost.rest(load.running) + cost.draft(num_blocks))
+        other = self._rest_s + cost.draft_at(num_blocks)
         return lambda more: (
             cost.target(load.tokens + more, load.rows + more, load.keys + more * self._keys) + other
         )

@@ -6,6 +6,18 @@ from dataclasses import dataclass
 
 from adaflash_batch.kernels.page_size import PAGE
 
+MOST_LOOKED_UP = 7
+"""Tokens that a lookup proposes at the most where there is no block to go by."""
+
+
+def reserved_for(block_size: int, *, looks_up: bool) -> int:
+    """Positions behind an anchor that a request's pages must cover.
+
+    Args:
+        block_size: the drafter's, 0 without one.
+    """
+    return max(block_size, MOST_LOOKED_UP + 1 if looks_up else 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:

@@ -24,12 +24,11 @@ from adaflash_batch.engine.packing import PageTable
 from adaflash_batch.engine.policy import NOTHING, Candidate, Chosen, Policy
 from adaflash_batch.engine.pricing import Foresight, Load, Pace, Seconds, StepPrices
 from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
-from adaflash_batch.engine.widths import adaflash_width, choose_widths, who_drafts
+from adaflash_batch.engine.sizes import MOST_LOOKED_UP
+from adaflash_batch.engine.widths import Widths, adaflash_width, choose_widths, who_drafts
 from adaflash_batch.exchange import DrafterWeights
 from adaflash_batch.stats import Calibration
 
-# Tokens that a lookup proposes at the most where there is no block to go by.
-_MOST_LOOKED_UP = 7
 # Share of the time that may go into blocks that are drafted only to see what they would be worth.
 _PROBE_SHARE = 0.005
 _MOST_SAVED_S = 0.5
@@ -40,6 +39,8 @@ _MARGIN = 1.03
 _PLAIN_EVERY = 48
 # Steps for which drafting is not thought of again once it did not pay.
 _LEFT_ALONE = 8
+# Of steps of decoding without drafts, one after the other, two in so many are looked at.
+_OBSERVED_EVERY = 6
 # Tokens that a request's step leaves to absorb, at most, where every step drafts.
 _USUAL = 8
 # How likely a good drafter's next token is right.
@@ -95,12 +96,13 @@ class Speculator:
         self._foresight = Foresight()
         self._probes_s = 0.0  # seconds that probes may take
         self._token_price = self._draft_s = 0.0
+        self._num_alike = 0
         self.pace = Pace()
 
     @property
     def most(self) -> int:
         """Drafts that a request may have to verify."""
-        longest = max(self._num_drafts, _MOST_LOOKED_UP if self._lookup is not None else 0)
+        longest = max(self._num_drafts, MOST_LOOKED_UP if self._lookup is not None else 0)
         return longest if self._policy.most is None else min(self._policy.most, longest)
 
     def begin(self, tokens: Sequence[int]) -> Prospect:
@@ -214,12 +216,12 @@ class Speculator:
         kept = [self._by_history(each)[: min(each.room, self.most)] for each in candidates]
         emitted = len(candidates) + sum(map(sum, kept))
         seconds = self._prices.seconds(len(candidates))(np.array([0, sum(map(len, kept))]))
-        plain_s = seconds[0] - float(self._cost.draft(len(candidates)))
+        plain_s = seconds[0] - self._cost.draft_at(len(candidates))
         return bool(emitted / seconds[1] > len(candidates) / plain_s)
 
     def _probe(self, candidates: Sequence[Candidate]) -> list[int]:
         """One of them, if there is time for it: what follows tells what would be accepted."""
-        price = float(self._cost.draft(1))
+        price = self._cost.draft_at(1)
         if self._probes_s < price:
             return []
         self._probes_s -= price
@@ -288,30 +290,30 @@ class Speculator:
         ]
         if not any(sizes):
             return sizes
-        seconds = self._prices.seconds(num_blocks)
+        chosen = self._widest(guesses, sizes, self._prices.seconds(num_blocks))
+        if num_blocks:  # there may be two sources to choose from
+            self._token_price = self._prices.of_token(chosen, num_blocks)
+        return chosen.widths if self._promises(chosen) else [0] * len(sizes)
+
+    def _widest(
+        self, guesses: Sequence[Guess | None], sizes: list[int], seconds: Seconds
+    ) -> Widths:
+        """By the policy, whether or not it pays."""
         if self._policy.widths == "survival" and self._cost.is_known:
             kept = [g.survival[:size] if g else [] for g, size in zip(guesses, sizes, strict=True)]
-            chosen = choose_widths(kept, seconds)
-            self._token_price = self._prices.of_token(chosen, num_blocks)
-            widths, emitted = chosen.widths, chosen.emitted
-        else:
-            is_by_head = self._policy.widths == "adaflash"
-            widths = list(map(_adaflash_width, guesses, sizes)) if is_by_head else sizes
-            emitted = len(sizes) + sum(map(_expected, guesses, widths))
-        return (
-            widths
-            if self._promises(emitted, sum(widths), len(sizes), seconds)
-            else [0] * len(sizes)
-        )
+            return choose_widths(kept, seconds)
+        is_by_head = self._policy.widths == "adaflash"
+        widths = list(map(_adaflash_width, guesses, sizes)) if is_by_head else sizes
+        emitted = len(sizes) + sum(map(_expected, guesses, widths))
+        plain_s, taken_s = seconds(np.array([0, sum(widths)])).tolist()
+        return Widths(widths, emitted, taken_s, plain_s)
 
-    def _promises(
-        self, emitted: float, num_verified: int, num_requests: int, seconds: Seconds
-    ) -> bool:
-        """Whether so many verified tokens are expected to pay, blocks being drafted already."""
+    def _promises(self, chosen: Widths) -> bool:
+        """Whether it is expected to pay, blocks being drafted already."""
         if not (self._policy.only_if_it_pays and self._cost.is_known):
             return True
-        plain_s, taken_s = seconds(np.array([0, num_verified]))
-        return bool(emitted / taken_s >= _MARGIN * num_requests / plain_s)
+        plain = len(chosen.widths) * chosen.seconds
+        return chosen.emitted * chosen.plain_seconds >= _MARGIN * plain
 
     def settle(self, prospect: Prospect, tokens: Sequence[int], *, is_over: bool) -> None:
         """Learn from what was committed: the request's tokens are these by now."""
@@ -349,10 +351,14 @@ class Speculator:
         if not self.most:
             return
         cost = self._cost
+        self._probes_s = min(self._probes_s + _PROBE_SHARE * whole_s, _MOST_SAVED_S)
+        has_drafts = load.tokens > self._prices.load.tokens
+        self._num_alike = 0 if has_drafts or not is_decoding else self._num_alike + 1
+        if self._num_alike % _OBSERVED_EVERY > 1 and cost.is_known:
+            return
         cost.observe_target(load.tokens, load.rows, load.keys, target_s)
         cost.observe_rest(load.running, max(whole_s - target_s - self._draft_s, 0.0))
-        self._probes_s = min(self._probes_s + _PROBE_SHARE * whole_s, _MOST_SAVED_S)
-        if is_decoding and load.tokens > self._prices.load.tokens and cost.is_known:
+        if is_decoding and has_drafts and cost.is_known:
             self.pace.note_seconds(whole_s, self._prices.plain_s)
 
     def outlook(self) -> tuple[float, float | None]:
@@ -376,17 +382,6 @@ class Speculator:
             for source, found in self.calibration.items()
             if found.ece is not None
         }
-
-
-def reserved_tokens(drafter: Drafter | None, lookup: Lookup | None) -> int:
-    """Positions behind an anchor that a request's pages must cover."""
-    block = 0 if drafter is None else drafter.block_size
-    return reserved_for(block, looks_up=lookup is not None)
-
-
-def reserved_for(block_size: int, *, looks_up: bool) -> int:
-    """The same from the drafter's block, 0 without a drafter."""
-    return max(block_size, _MOST_LOOKED_UP + 1 if looks_up else 0)
 
 
 def _expected(guess: Guess | None, width: int) -> float:

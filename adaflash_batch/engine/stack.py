@@ -31,6 +31,9 @@ class StackedModel:
     def __init__(self, model: Any, stack: DecoderStack) -> None:
         self._body, self._stack = model.model, stack
         self._head: nn.Module = model.get_output_embeddings()
+        # What the last forward left: layers, ascending, and their outputs [T, layers * H].
+        self._layers: tuple[int, ...] = ()
+        self._seen = torch.empty(0)
 
     @staticmethod
     def of(model: Any) -> StackedModel | None:
@@ -63,18 +66,33 @@ class StackedModel:
         kv: list[KVLayer],
         rows: torch.Tensor,
         tapped: Collection[int],
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    ) -> torch.Tensor:
         """One packed forward, see Target.forward.
 
         Args:
             tapped: layers whose outputs are wanted.
 
         Returns:
-            logits [R, V], and the outputs [T, H] of the tapped layers.
+            logits [R, V].
         """
         x = self._body.embed_tokens(token_ids)
         cos, sin = self._body.rotary_emb(x.unsqueeze(0), positions.unsqueeze(0))
-        taps = {layer: torch.empty_like(x) for layer in tapped}
+        self._layers = tuple(sorted(tapped))
+        self._seen = x.new_empty(x.shape[0], len(tapped) * x.shape[1])
+        taps = self._taps()
         self._stack.forward(x, cos[0].contiguous(), sin[0].contiguous(), step, kv, taps)
         logits: torch.Tensor = self._head(self._body.norm(x[rows]))
-        return logits, taps
+        return logits
+
+    def _taps(self) -> dict[int, torch.Tensor]:
+        if not self._layers:
+            return {}
+        parts = self._seen.chunk(len(self._layers), dim=1)
+        return dict(zip(self._layers, parts, strict=True))
+
+    def tapped(self, layer_ids: tuple[int, ...], rows: torch.Tensor | slice) -> torch.Tensor:
+        """See Target.tapped."""
+        if layer_ids == self._layers:
+            return self._seen[rows]
+        taps = self._taps()
+        return torch.cat([taps[layer][rows] for layer in layer_ids], dim=1)

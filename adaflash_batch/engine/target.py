@@ -262,6 +262,8 @@ class Target:
 
     def tapped(self, layer_ids: tuple[int, ...], rows: torch.Tensor | slice) -> torch.Tensor:
         """What the last forward left at these layers: [rows, len(layer_ids) * H]."""
+        if self._stacked is not None:
+            return self._stacked.tapped(layer_ids, rows)
         states = [self._taps[layer_id].view(-1, self.hidden_size) for layer_id in layer_ids]
         return torch.cat([state[rows] for state in states], dim=-1)
 
@@ -335,9 +337,7 @@ class Target:
         """
         if self._stacked is not None:
             assert isinstance(step, PackedStep)
-            parts = (token_ids, positions, step, kv, rows)
-            logits, self._taps = self._stacked.forward(*parts, self._tapped)
-            return logits
+            return self._stacked.forward(token_ids, positions, step, kv, rows, self._tapped)
         output = self._model(
             input_ids=token_ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),

@@ -32,11 +32,13 @@ class Widths:
         widths: drafts to verify of each request.
         emitted: tokens that the step is expected to emit.
         seconds: that it is expected to take.
+        plain_seconds: that it would take if nothing were verified.
     """
 
     widths: list[int]
     emitted: float
     seconds: float
+    plain_seconds: float
 
     @property
     def speed(self) -> float:
@@ -71,7 +73,7 @@ def _best(table: Floats, seconds: Floats) -> Widths:
     taken = np.maximum(seconds[: len(emitted)], _LEAST_SECONDS)
     best = int(np.argmax(emitted / taken))
     widths = np.bincount(order[:best] % max(len(table), 1), minlength=len(table))
-    return Widths(widths.tolist(), float(emitted[best]), float(taken[best]))
+    return Widths(widths.tolist(), float(emitted[best]), float(taken[best]), float(taken[0]))
 
 
 def adaflash_width(length: float, num_drafts: int) -> int:

@@ -51,7 +51,7 @@ class KvNeed:
 
 def kv_need(spec: JobSpec, model: ModelFacts, drafter: DrafterFacts) -> KvNeed:
     """What a job would find. Raises ConfigError where not even a page fits."""
-    from adaflash_batch.engine.speculation import reserved_for
+    from adaflash_batch.engine.sizes import reserved_for
 
     engine = spec.engine
     per_token = model.kv_bytes_per_token + drafter.numbers_per_token * model.item_size
