@@ -30,6 +30,7 @@ from adaflash_batch.engine.drafting import Draft, DraftBatch
 from adaflash_batch.engine.hindsight import Guess, Outcome, Prospect
 from adaflash_batch.engine.lookup import Lookup
 from adaflash_batch.engine.policy import Policy, WidthPolicy
+from adaflash_batch.engine.pricing import Ledger
 from adaflash_batch.engine.target import Target
 from adaflash_batch.kernels.paged_attention import PackedStep
 from adaflash_batch.request import RowKey, Sampling
@@ -260,6 +261,66 @@ def test_a_price_of_drafts_that_a_busier_machine_left_is_not_believed(llama: Tar
     decoder.profile()
     assert float(decoder.cost.draft(1)) == pytest.approx(before, rel=0.5, abs=1e-3)
     assert float(decoder.cost.target(4, 4, 128)) == pytest.approx(known, rel=0.5)
+
+
+def barred_steps(ledger: Ledger, most: int = 5000) -> int:
+    """How many steps come without drafts from now on."""
+    return next(count for count in range(most) if not ledger.bars())
+
+
+@pytest.mark.parametrize("decoding", [1, 8, 128])
+def test_what_came_of_drafts_decides_whatever_was_promised(decoding: int) -> None:
+    """A step of half more time that brings a third more loses; each time it rests for longer."""
+    ledger, bars = Ledger(), []
+    for _ in range(4):
+        for _ in range(1000):
+            ledger.note(decoding, decoding + round(decoding * 0.3), 0.15, 0.1)
+            if (count := barred_steps(ledger)) > 0:
+                bars.append(count)
+                break
+    assert bars == [63, 127, 255, 511]
+    for _ in range(1000):
+        ledger.note(decoding, 2 * decoding, 0.15, 0.1)
+        assert not ledger.bars()
+
+
+def test_a_busy_moment_is_no_loss_and_few_requests_are_not_judged_by_chance() -> None:
+    dice, ledger = random.Random(0), Ledger()
+    for step in range(6000):  # 1.9 tokens in 1.5 times the time, as luck has it
+        seconds = 5.0 if step % 300 == 7 else 0.15
+        ledger.note(1, 1 + (dice.random() < 0.3) * 3, seconds, 0.1)
+        assert not ledger.bars()
+
+
+def test_steps_that_lose_are_followed_by_plain_ones(llama: Target) -> None:
+    """Whatever drafts promise."""
+    requests = as_requests(random_prompts(1), Sampling(max_new_tokens=90))
+    texts_of = texts(decode(llama, requests))
+    truth = next(iter(texts_of.values()))
+    start = len(requests[0].token_ids)
+
+    def right(key: RowKey, position: int) -> list[int]:
+        return (truth[position - start + 1 :] + [0] * 4)[:4]
+
+    decoder = Decoder(
+        llama,
+        drafter=lambda num_pages: ScriptedDrafter(right),
+        policy=PAYS,
+        cost=known_cost(),
+        clock=Machine(llama),
+        kv_tokens=4096,
+    )
+    ledger = decoder.speculator._ledger
+    while ledger._left == 0:
+        ledger.note(8, 8, 0.2, 0.1)
+    ledger._left = 41
+    decoder.add(requests[0])
+    for _ in range(41):
+        decoder.step()
+    assert decoder.num_generated == 41, "something was verified"
+    for _ in range(4):
+        decoder.step()
+    assert decoder.num_generated > 45
 
 
 class Slow(ScriptedDrafter):

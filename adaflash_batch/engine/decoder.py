@@ -280,9 +280,9 @@ class Decoder:
         num_tokens = len(packed.token_ids)
         load = Load(num_tokens, len(packed.rows), packed.num_keys, len(items))
         is_decoding = 2 * decoded >= num_tokens
-        self.speculator.observe(load, target_s, whole_s, is_decoding=is_decoding)
         drafting = [item for item in items if item.drafts]
         accepted = sum(item.num_accepted for item in drafting)
+        self.speculator.observe(load, accepted, target_s, whole_s, is_decoding=is_decoding)
         self.speculator.pace.note_step(len(drafting), accepted)
 
     def _plan(self) -> list[Item]:

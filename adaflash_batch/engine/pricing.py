@@ -22,6 +22,10 @@ _SPAN = 500.0
 # which they say nothing of the present.
 _KEPT = 0.95
 _STALE = 64
+# Steps with drafts before they are judged, the most that one counts as, and steps without after
+# they were found to lose, at first and at most.
+_FEWEST_STEPS, _MOST_PRICE = 24, 4.0
+_FIRST_BAR, _LONGEST_BAR = 64, 1024
 # Blocks that foresight is based on, the fewest, and the steps that it holds for.
 _FORESEEN_BLOCKS, _FEWEST_BLOCKS, _FORESEEN_STEPS = 64, 16, 16
 
@@ -126,6 +130,53 @@ class Pace:
         kept = self._weight * max(1.0 - num_requests / _SPAN, 0.0)
         self._weight = kept + num_requests
         self.emitted = (self.emitted * kept + num_requests + num_accepted) / self._weight
+
+
+class Ledger:
+    """What steps with drafts brought over steps without: not what was promised, what came.
+
+    Promises rest on curves and on chances, and whoever takes the best of many takes errors with it.
+    Where less comes than plain decoding brings, nothing is verified for a while, each time longer.
+    """
+
+    def __init__(self) -> None:
+        self._emitted = self._plain = self._weight = 0.0
+        self._num_steps = 0
+        self._left, self._next = 0, _FIRST_BAR
+
+    def note(self, decoding: int, emitted: int, seconds: float, plain_s: float) -> None:
+        """A step with drafts is over.
+
+        Args:
+            decoding: requests whose texts it extended.
+            emitted: tokens that it added to them.
+            seconds: that it took.
+            plain_s: what it would have taken without drafts.
+        """
+        if plain_s <= 0.0:
+            return
+        kept = max(1.0 - decoding / _SPAN, _KEPT)
+        # A machine that is busy for a moment says nothing of drafts.
+        plain = decoding * min(seconds / plain_s, _MOST_PRICE)
+        self._emitted = self._emitted * kept + emitted
+        self._plain = self._plain * kept + plain
+        self._weight = self._weight * kept + decoding
+        self._num_steps += 1
+        if self._num_steps >= _FEWEST_STEPS and self._weight >= _SPAN / 2:
+            self._judge()
+
+    def _judge(self) -> None:
+        if self._emitted >= self._plain:
+            self._next = _FIRST_BAR
+            return
+        self._left, self._next = self._next, min(2 * self._next, _LONGEST_BAR)
+        self._emitted = self._plain = self._weight = 0.0
+        self._num_steps = 0
+
+    def bars(self) -> bool:
+        """Whether nothing is to be verified in the next step; asked once for each."""
+        self._left = max(self._left - 1, 0)
+        return self._left > 0
 
 
 class Foresight:

@@ -22,7 +22,7 @@ from adaflash_batch.engine.late_context import LateContext
 from adaflash_batch.engine.lookup import Lookup
 from adaflash_batch.engine.packing import PageTable
 from adaflash_batch.engine.policy import NOTHING, Candidate, Chosen, Policy
-from adaflash_batch.engine.pricing import Foresight, Load, Pace, Seconds, StepPrices
+from adaflash_batch.engine.pricing import Foresight, Ledger, Load, Pace, Seconds, StepPrices
 from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
 from adaflash_batch.engine.sizes import MOST_LOOKED_UP
 from adaflash_batch.engine.widths import Widths, adaflash_width, choose_widths, who_drafts
@@ -97,6 +97,7 @@ class Speculator:
         self._probes_s = 0.0  # seconds that probes may take
         self._token_price = self._draft_s = 0.0
         self._num_alike = 0
+        self._ledger = Ledger()
         self.pace = Pace()
 
     @property
@@ -122,6 +123,9 @@ class Speculator:
         self.drafting = frozenset()
         if not candidates:
             return []
+        if self._policy.only_if_it_pays and self._ledger.bars():
+            self.num_plain += 1
+            return [NOTHING] * len(candidates)
         if self._is_plain_due:
             self._steps_since_plain = 0
             return [NOTHING] * len(candidates)
@@ -339,11 +343,14 @@ class Speculator:
         if self._lookup is not None and prospect.lookup is not None:
             self._lookup.finish(prospect.lookup)
 
-    def observe(self, load: Load, target_s: float, whole_s: float, *, is_decoding: bool) -> None:
+    def observe(
+        self, load: Load, accepted: int, target_s: float, whole_s: float, *, is_decoding: bool
+    ) -> None:
         """Take in what the step that was chosen last took.
 
         Args:
             load: all that it computed, drafts included.
+            accepted: drafts that stay.
             target_s: of the target's pass and the choice of tokens.
             whole_s: of the step.
             is_decoding: whether most of it was decoding; prefill says nothing of drafts.
@@ -359,7 +366,9 @@ class Speculator:
         cost.observe_target(load.tokens, load.rows, load.keys, target_s)
         cost.observe_rest(load.running, max(whole_s - target_s - self._draft_s, 0.0))
         if is_decoding and has_drafts and cost.is_known:
-            self.pace.note_seconds(whole_s, self._prices.plain_s)
+            plain_s, decoding = self._prices.plain_s, self._prices.load.decoding
+            self.pace.note_seconds(whole_s, plain_s)
+            self._ledger.note(decoding, decoding + accepted, whole_s, plain_s)
 
     def outlook(self) -> tuple[float, float | None]:
         """τ, and what a step with drafts takes of one without, None while that is not known.
