@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_opd_loss_kernel import TERMS, each_loss
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,14 +20,6 @@ from adaflash_batch.kernels.vocabulary_loss import Summary, vocabulary_loss
 
 triton_form = pytest.importorskip("adaflash_batch.kernels.triton_vocabulary_loss")
 
-TERMS = {
-    "ce": Terms("ce", (1.0, 0.0)),
-    "forward_kl": Terms("forward_kl", (0.0, 1.0)),
-    "opd": Terms("opd", (0.8, 0.2)),
-    "opd clipped": Terms("opd", (0.3, 0.7), 0.02),
-    "reverse kl clipped": Terms("opd", (0.0, 1.0), 0.005),
-}
-each_loss = pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
 each_form = pytest.mark.parametrize("form", ["torch", "triton"])
 HIDDEN = 12
 
