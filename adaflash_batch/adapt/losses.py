@@ -149,17 +149,14 @@ def draft_loss(
             total_weight = chosen.weights.sum()
         gradients = _Gradients.of(student, bias) if wants_gradient else None
         parts = [_Rows.none(weights)]
+        sides = head.weight, student, teacher
         size, is_cut = objective.positions_at_once(head.weight, has_bias=bias is not None)
         for chunk in chosen.split(size):
-            found: TokenLosses | StateLosses
-            if is_cut:
-                found = _losses_by_vocabulary(
-                    objective, head.weight, student, teacher, chunk, wants_gradient
-                )
-            else:
-                found = _losses(
-                    objective, head.weight, student, teacher, chunk, bias, with_certainty
-                )
+            found = (
+                _losses_by_vocabulary(objective, *sides, chunk, wants_gradient)
+                if is_cut
+                else _losses(objective, *sides, chunk, bias, with_certainty)
+            )
             parts.append(_Rows.of(found, with_certainty))
             if gradients is not None:
                 share = (chunk.weights / total_weight).unsqueeze(-1)

@@ -24,7 +24,7 @@ from adaflash_batch.kernels.row_operations import NATIVE, RowOperations, triton_
 # Projections that transformers' decoders apply to one and the same input.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Of the memory that is free, for weights held a second time in another form.
-_COMPRESSED_SHARE = 0.125
+_SPARE_SHARE = 0.125
 
 
 def fuse(model: nn.Module, kind: str = "native") -> None:
@@ -44,7 +44,7 @@ def fuse(model: nn.Module, kind: str = "native") -> None:
         if packs:
             _fuse_projections(module)
             _pack_linears(module)
-    compress(model, free_memory() * _COMPRESSED_SHARE)
+    compress(model, free_memory() * _SPARE_SHARE)
 
 
 def _operations(parameter: nn.Parameter, kind: str) -> RowOperations | None:

@@ -14,6 +14,7 @@ from typing import Literal
 from adaflash_batch.engine.acceptance import RequestRecord
 from adaflash_batch.engine.lookup import RequestLookup
 from adaflash_batch.engine.lookup_acceptance import Proposal
+from adaflash_batch.engine.widths import adaflash_width
 
 Source = Literal["block", "lookup"]
 
@@ -39,6 +40,16 @@ class Guess:
     length: float | None = None
     proposal: Proposal | None = None
     place: int | None = None
+
+    def expected(self, width: int) -> float:
+        """Of its first so many tokens, those that are right in the mean."""
+        return sum(self.survival[:width])
+
+    def adaflash_width(self, most: int) -> int:
+        """What the scalar head would verify of it; `most` without such a head."""
+        if self.length is None:
+            return most
+        return min(adaflash_width(self.length, len(self.token_ids)), most)
 
 
 @dataclass(slots=True)

@@ -7,9 +7,10 @@ write to their pages before they read them.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -73,12 +74,8 @@ def profile(
 def _profile_target(
     cost: StepCost, passes: Passes, most_tokens: int, clock: Callable[[], float]
 ) -> None:
-    began = clock()
-    for size, num_rows in _passes(most_tokens):
-        began += _warm_up(passes, size, num_rows, clock)
-        cost.observe_target(size, num_rows, size * PAGE, _pass(passes, size, num_rows))
-        if clock() - began > _MOST_SECONDS:
-            break
+    for size, num_rows, seconds in _timed(passes, _passes(most_tokens), _MOST_SECONDS, clock):
+        cost.observe_target(size, num_rows, size * PAGE, seconds)
 
 
 def _agrees(cost: StepCost, passes: Passes, most_tokens: int, clock: Callable[[], float]) -> bool:
@@ -86,16 +83,27 @@ def _agrees(cost: StepCost, passes: Passes, most_tokens: int, clock: Callable[[]
     sizes = [size for size in _SIZES if size <= min(most_tokens, _SMALL)]
     known = {size: max(float(cost.target(size, size, size * PAGE)), 1e-12) for size in sizes}
     ratios: dict[int, float] = {}
-    began = clock()
-    for size in sizes * _LOOKS:
-        began += _warm_up(passes, size, size, clock)
-        ratio = _pass(passes, size, size) / known[size]
-        ratios[size] = min(ratios.get(size, ratio), ratio)
-        if clock() - began > _MOST_SECONDS / 4:
-            break
+    looks = ((size, size) for size in sizes * _LOOKS)
+    for size, _, seconds in _timed(passes, looks, _MOST_SECONDS / 4, clock):
+        ratios[size] = min(ratios.get(size, math.inf), seconds / known[size])
     pace = statistics.median(ratios.values())
     cost.change_pace(pace)
     return all(pace / _FAR < ratio < pace * _FAR for ratio in ratios.values())
+
+
+def _timed(
+    passes: Passes,
+    sizes: Iterable[tuple[int, int]],
+    most_seconds: float,
+    clock: Callable[[], float],
+) -> Iterator[tuple[int, int, float]]:
+    """Passes of (tokens, rows of logits), with the seconds of each, until they take too long."""
+    began = clock()
+    for size, num_rows in sizes:
+        began += _warm_up(passes, size, num_rows, clock)
+        yield size, num_rows, _pass(passes, size, num_rows)
+        if clock() - began > most_seconds:
+            return
 
 
 def _profile_drafts(

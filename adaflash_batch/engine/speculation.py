@@ -25,7 +25,7 @@ from adaflash_batch.engine.policy import NOTHING, Candidate, Chosen, Policy
 from adaflash_batch.engine.pricing import Foresight, Ledger, Load, Pace, Seconds, StepPrices
 from adaflash_batch.engine.scheduler import Sequence as ScheduledSequence
 from adaflash_batch.engine.sizes import MOST_LOOKED_UP
-from adaflash_batch.engine.widths import Widths, adaflash_width, choose_widths, who_drafts
+from adaflash_batch.engine.widths import Widths, choose_widths, who_drafts
 from adaflash_batch.exchange import DrafterWeights
 from adaflash_batch.stats import Calibration
 
@@ -219,9 +219,8 @@ class Speculator:
         """Whether drafting for all and verifying all of it is faster than plain decoding."""
         kept = [self._by_history(each)[: min(each.room, self.most)] for each in candidates]
         emitted = len(candidates) + sum(map(sum, kept))
-        seconds = self._prices.seconds(len(candidates))(np.array([0, sum(map(len, kept))]))
-        plain_s = seconds[0] - self._cost.draft_at(len(candidates))
-        return bool(emitted / seconds[1] > len(candidates) / plain_s)
+        seconds = self._prices.seconds(len(candidates))(np.array(sum(map(len, kept))))
+        return bool(emitted / seconds > len(candidates) / self._prices.plain_s)
 
     def _probe(self, candidates: Sequence[Candidate]) -> list[int]:
         """One of them, if there is time for it: what follows tells what would be accepted."""
@@ -306,9 +305,12 @@ class Speculator:
         if self._policy.widths == "survival" and self._cost.is_known:
             kept = [g.survival[:size] if g else [] for g, size in zip(guesses, sizes, strict=True)]
             return choose_widths(kept, seconds)
-        is_by_head = self._policy.widths == "adaflash"
-        widths = list(map(_adaflash_width, guesses, sizes)) if is_by_head else sizes
-        emitted = len(sizes) + sum(map(_expected, guesses, widths))
+        widths = sizes
+        if self._policy.widths == "adaflash":
+            pairs = zip(guesses, sizes, strict=True)
+            widths = [guess.adaflash_width(size) if guess else size for guess, size in pairs]
+        verified = zip(guesses, widths, strict=True)
+        emitted = len(sizes) + sum(guess.expected(width) for guess, width in verified if guess)
         plain_s, taken_s = seconds(np.array([0, sum(widths)])).tolist()
         return Widths(widths, emitted, taken_s, plain_s)
 
@@ -391,13 +393,3 @@ class Speculator:
             for source, found in self.calibration.items()
             if found.ece is not None
         }
-
-
-def _expected(guess: Guess | None, width: int) -> float:
-    return 0.0 if guess is None else sum(guess.survival[:width])
-
-
-def _adaflash_width(guess: Guess | None, size: int) -> int:
-    if guess is None or guess.length is None:
-        return size
-    return min(adaflash_width(guess.length, len(guess.token_ids)), size)
