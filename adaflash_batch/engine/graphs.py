@@ -8,6 +8,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from adaflash_batch.errors import first_line
+
 Result = TypeVar("Result")
 
 # A third of a minute of capturing for a model of 8B parameters, at the most.
@@ -121,7 +123,7 @@ class Graphs(Generic[Result]):
             captured = self._capturer.capture(work)
         except RuntimeError as error:
             # What cannot be captured once never can: the model reads something back, say.
-            self._give_up(str(error).strip().partition("\n")[0] or repr(error))
+            self._give_up(first_line(error))
             return None
         self._graphs[key] = captured
         self._room -= captured.num_bytes

@@ -20,6 +20,8 @@ from adaflash_batch.kernels.page_size import PAGE
 
 # Numbers between the beginnings of two arrays are a multiple of this: 128 bytes.
 _ALIGNMENT = 32
+# Which of a bucket's arrays the page table is.
+_TABLE = 8
 ALL_KNOWN: Int32 = np.empty(0, dtype=np.int32)
 """The `sources` of a step whose tokens the host knows."""
 
@@ -185,14 +187,15 @@ def _write(
         numbers[begin : begin + size]
         for begin, size in zip(_begins(bucket), bucket.sizes, strict=True)
     ]
-    num_segments = np.arange(len(packed.start), dtype=np.int32)
-    pages = np.zeros((bucket.num_segments, bucket.num_pages), dtype=np.int32)
+    pages = views.pop(_TABLE).reshape(bucket.num_segments, bucket.num_pages)
+    pages[:] = 0
     pages[: len(table), : table.shape[1]] = table
+    num_segments = np.arange(len(packed.start), dtype=np.int32)
     columns: list[Int32 | Int64] = [
         *(packed.token_ids, packed.positions, np.repeat(num_segments, packed.length), sources),
-        *(packed.rows, packed.start, packed.length, packed.context, pages.reshape(-1)),
+        *(packed.rows, packed.start, packed.length, packed.context),
     ]
-    fillings = [0, 0, NO_SEGMENT, -1, 0, 0, 0, 0, 0]
+    fillings = [0, 0, NO_SEGMENT, -1, 0, 0, 0, 0]
     if deciding is not None:
         columns += [deciding.first, deciding.count, deciding.request]
         bits = (deciding.floats.view(np.int32), deciding.integers.view(np.int32))
