@@ -39,7 +39,7 @@ if said["waits"]:
                 print(signal.Signals(heard.si_signo).name, file=signals, flush=True)
     code = 75
     (folder / "ended").write_text("in its own session" if os.getsid(0) == os.getpid() else "")
-print(json.dumps({{"status": said["status"], "exit_code": code, "rows": 3}}))
+print(json.dumps({{"status": said["status"], "exit_code": code, "rows": 3}}), flush=True)
 if code > 128:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
     os.kill(os.getpid(), code - 128)
